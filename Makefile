@@ -79,7 +79,7 @@ walk: .venv/installed
 
 # Those of a CPU; what was measured before is kept.
 experiments: .venv/installed
-	$(RUN)/python -m vgrad experiment all
+	$(RUN)/python -m bench.experiments all
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -14,22 +14,12 @@ from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import Any, NoReturn
 
-RATES = {"cnn": 1.0, "resnet": 0.1, "mlp": 0.25, "a factory": 0.1}
-"""Learning rates by the name of a model, where none is given."""
-
-BATCH = 720
-"""Samples in a batch, where the data have twice as many."""
-
 PRECISIONS = ("float32", "bfloat16", "float16")
 COMPILING = ("eager", "replay", "inductor")
-_ARTICLES = "per-sample ensembles jmp mobilenet tensor-cores private attribution"
-EXPERIMENTS = (*_ARTICLES.split(), "all")
 COMMANDS = {
     "train": "Train a classifier with differential privacy, and one without beside it. "
-    "model.safetensors is the only file meant for release; report.html and the other "
-    "figures come from the private data without noise.",
-    "bench": "Run the benchmarks of a checkout, and print their tables.",
-    "experiment": "Repeat experiments of articles, in a checkout.",
+    "model.safetensors is the only file meant for release; figures and the picture "
+    "come from the private data without noise.",
     "evaluate": "Print the accuracy of the model in a folder on held-out data.",
     "audit": "Bound from below how much the private step of a run spends. The exit "
     "status is 1 if it spends more than it claims.",
@@ -131,27 +121,18 @@ def _parser() -> ArgumentParser:
         short = text.partition(". ")[0]
         return added.add_parser(name, help=short, description=text, allow_abbrev=False)
 
-    train, bench, experiment = command("train"), command("bench"), command("experiment")
+    train, evaluate, audit = map(command, COMMANDS)
     folder = train.add_mutually_exclusive_group(required=True)
     folder.add_argument("--out", metavar="DIR", help="a folder without a run, for it")
     folder.add_argument("--resume", metavar="DIR", help="go on with the run in DIR")
     # An absent option leaves no entry, so that --resume finds the user's alone.
     _add(train, NAMES, default=SUPPRESS)
-    evaluate, audit = command("evaluate"), command("audit")
     for each in (evaluate, audit):
         each.add_argument("folder", metavar="DIR", help="the folder of a run")
         each.add_argument("--model", help="its module:factory, which is imported")
     _add(evaluate, ["data", "device"])
     audit.add_argument("--canaries", type=whole(120, 10**6), default=2000)
     audit.add_argument("--significance", type=SHARE, default=0.01)
-    bench.add_argument("suites", metavar="SUITE", nargs="*", help="such as clipped")
-    bench.add_argument("--out", metavar="FILE", help="a JSON file for the figures")
-    names: Any = {"metavar": "NAME", "nargs": "+", "help": ", ".join(EXPERIMENTS)}
-    experiment.add_argument("names", type=one_of(*EXPERIMENTS), **names)
-    experiment.add_argument("--full", action="store_true", help="the articles' size")
-    experiment.add_argument("--data", help="images in the place of its own")
-    experiment.add_argument("--out", metavar="DIR", default="runs/experiments")
-    _add(experiment, ["device"])
     return parser
 
 

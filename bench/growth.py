@@ -1,6 +1,6 @@
 """How a training step grows with the members: `python -m bench.growth RESULTS.json`.
 
-The file comes from `pytest --benchmark-json` or `python -m vgrad bench ensemble --out`.
+The file comes from `pytest --benchmark-json` or `python -m bench.suites --out`.
 A picture of the same name shows time, as a multiple of a loop's over the
 members, and peak memory against the number of members: of the loop, vmap, tensordict
 and vgrad.

@@ -54,7 +54,7 @@ def markdown(measured: list[Row]) -> str:
     """Return the tables, with the machine and the versions they were made on."""
     first = measured[0]
     text = [
-        f"Made by `python -m vgrad bench --out FILE` on {first['date']}, of commit "
+        f"Made by `python -m bench.suites --out FILE` on {first['date']}, of commit "
         f"{first['commit']}: {first['processor']}, {first['threads']} threads, torch "
         f"{first['torch']}.",
     ]

@@ -1,6 +1,6 @@
 """Tables of `test_clipped.py` and `test_compiled.py`: `python -m bench.table FILE`.
 
-The file is what `pytest --benchmark-json` or `python -m vgrad bench --out` wrote. A row
+The file is by `pytest --benchmark-json` or `python -m bench.suites --out`. A row
 is a setting, a column a contender, a number the ratio to plain SGD of the same setting.
 The last rows are geometric means, for each contender over the settings that it did, and
 for comparison vgrad's over those same settings. `--clock cpu` compares CPU time in the

@@ -10,7 +10,7 @@ from vgrad import checks
 
 POSITIVE, FINITE = partial(checks.positive, "f"), partial(checks.finite, "f")
 BETWEEN = partial(checks.between, "f", 0, 1)
-WHOLE = partial(checks.whole, "f", least=1)
+WHOLE = partial(checks.integers, "f", minimum=1)
 SET = {"head.*"}
 REFUSED = [
     (POSITIVE, 0, ValueError, "f(x=0): expected x > 0."),

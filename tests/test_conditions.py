@@ -6,7 +6,7 @@ from vgrad.conditions import (
     checks_collected,
     collect_checks,
     numbers,
-    rare,
+    occurs,
     static_values,
     surely,
 )
@@ -15,8 +15,8 @@ SOME, NONE = torch.tensor([False, True]), torch.tensor([False])
 
 
 def test_a_condition_is_looked_at_outside():
-    assert rare(SOME)
-    assert not rare(NONE)
+    assert occurs(SOME)
+    assert not occurs(NONE)
     assert not checks_collected()
 
 
@@ -34,11 +34,11 @@ def test_values_are_read_where_that_is_allowed_and_costs_nothing():
 
 def test_conditions_are_collected_inside_but_where_they_are_looked_at():
     with collect_checks() as found:
-        assert not rare(SOME)
+        assert not occurs(SOME)
         with static_values():
-            assert rare(SOME)
+            assert occurs(SOME)
             assert not checks_collected()
         assert checks_collected()
-        assert not rare(NONE)
+        assert not occurs(NONE)
     assert [each.item() for each in found] == [True, False]
     assert not checks_collected()

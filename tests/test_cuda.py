@@ -166,7 +166,6 @@ def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
 
 
 def test_the_main_job_runs_on_the_device(tmp_path):
-    pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     import vgrad.cli
     from tests.cli import runs

@@ -140,7 +140,7 @@ def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
     if isinstance(chunk_size, str):
         checks.choice(function, ("auto",), chunk_size=chunk_size)
         return "auto"
-    [number] = checks.whole(function, least=1, chunk_size=chunk_size)
+    [number] = checks.integers(function, minimum=1, chunk_size=chunk_size)
     return number
 
 

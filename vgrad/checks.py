@@ -63,8 +63,8 @@ def _numbers(
     return numbers
 
 
-def whole(function: str, *, least: int, **values: Any) -> list[int]:
-    """Each value is a whole number of at least `least`; all of them as ints."""
+def integers(function: str, *, minimum: int, **values: Any) -> list[int]:
+    """Each value is a whole number of at least `minimum`; all of them as ints."""
     numbers = []
     for name, value in values.items():
         array = isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)
@@ -72,10 +72,10 @@ def whole(function: str, *, least: int, **values: Any) -> list[int]:
             number = None if array or isinstance(value, bool) else operator.index(value)
         except TypeError:
             number = None
-        if number is None or number < least:
+        if number is None or number < minimum:
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected a whole number >= "
-                f"{least}."
+                f"{minimum}."
             )
         numbers.append(number)
     return numbers

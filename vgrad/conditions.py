@@ -19,7 +19,7 @@ class Unrepeatable(Exception):
 _CHECKS: ContextVar[list[Tensor] | None] = ContextVar("checks", default=None)
 
 
-def rare(where: Tensor) -> bool:
+def occurs(where: Tensor) -> bool:
     """Return whether a condition holds anywhere; False where it is only recorded."""
     checks = _CHECKS.get()
     where = where.any() if where.ndim else where

@@ -6,6 +6,7 @@ and the attributes in its `vars`, but of an object within another one only the c
 """
 
 import functools
+import re
 import types
 from typing import Any
 
@@ -21,6 +22,8 @@ _OF_CODE = {
     types.MethodType: ("__self__", "__func__"),
     functools.partial: ("func", "args", "keywords"),
 }
+_DEVICE = re.compile(r"\b(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?\b")
+_DIFFERING = ".shape", ".device", ".requires_grad"  # of tensors, between processes
 _FOLLOWED = (nn.Module, Tensor, list, tuple, dict, set, frozenset, *_OF_CODE)
 
 
@@ -51,6 +54,24 @@ def contents(root: Any) -> dict[str, Any]:
             parts = _parts(value) if depth < 2 else {}
             queue += [(f"{path}{at}".lstrip("."), x, depth) for at, x in parts.items()]
     return facts
+
+
+def portable(**roots: Any) -> dict[str, str]:
+    """Return the facts, by place, that are the same in every process.
+
+    Values and shapes of tensors, and devices, may differ.
+    """
+    facts = {
+        f"{name}.{path}".strip(".").replace(".[", "["): fact
+        for name, root in roots.items()
+        for path, fact in contents(root).items()
+    }
+    # Where processes are spawned, the main module has another name in them.
+    return {
+        path: _DEVICE.sub("device", fact).replace("__mp_main__", "__main__")
+        for path, fact in facts.items()
+        if isinstance(fact, str) and not path.endswith(_DIFFERING)
+    }
 
 
 def difference(first: dict, other: dict) -> tuple[str, Any, Any] | None:

@@ -65,10 +65,10 @@ def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
         >>> torch.equal(secret_key(seed=1), secret_key(seed=1))
         True
     """
-    [member] = checks.whole("secret_key", least=0, member=member)
+    [member] = checks.integers("secret_key", minimum=0, member=member)
     if seed is None:
         return from_bytes(secrets.token_bytes(KEY_BYTES))
-    [seed] = checks.whole("secret_key", least=0, seed=seed)
+    [seed] = checks.integers("secret_key", minimum=0, seed=seed)
     return from_bytes(_digest(b"", ("seed", seed, member), KEY_BYTES))
 
 

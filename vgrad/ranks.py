@@ -37,10 +37,6 @@ class Values(dict[str, str]):
         text = json.dumps(self, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def facts(self) -> "Values":
-        """Return the values by name."""
-        return self
-
 
 class RankError(RuntimeError):
     """Another rank has failed, or ranks are at different places."""
@@ -141,12 +137,11 @@ class Ranks(NamedTuple):
             facts["options"] = options.digest()
         notes = self.agree(caller, **(individual or {}), **facts)
         if options is not None and len({note["options"] for note in notes}) > 1:
-            values = self.exchanged(f"{caller}, options", json.dumps(options.facts()))
+            values = self.exchanged(f"{caller}, options", json.dumps(options))
             raise RankError(
-                f"{caller}: expected the same options, loss and optimizer on all "
-                f"ranks, got {differences(values)} on ranks 0 to {self.size - 1}. Make "
-                f"it of the same values on every rank; values that may differ are "
-                f"tensors."
+                f"{caller}: expected the same options on all ranks, got "
+                f"{differences(values)} on ranks 0 to {self.size - 1}. Make it of the "
+                f"same values on every rank; values that may differ are tensors."
             )
         for name in facts:
             values = [note[name] for note in notes]
@@ -267,22 +262,12 @@ class Summing:
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """Say where facts of all ranks differ; of many places the first few."""
-    places = dict.fromkeys(name for entry in facts for name in entry)
-    values = {name: [entry.get(name, "nothing") for entry in facts] for name in places}
-    unequal = {name: texts for name, texts in values.items() if len({*texts}) > 1}
-
-    def is_first(name: str) -> bool:  # a part of what differs as a whole is not
-        parts = name.split(".")
-        return not any(".".join(parts[:n]) in unequal for n in range(1, len(parts)))
-
-    names = sorted(filter(is_first, unequal), key=lambda name: (name.count("."), name))
-    first = names[:4]
-    texts = [
-        f"{n.replace('._', '.').lstrip('_')} [{', '.join(unequal[n])}]" for n in first
-    ]
-    more = len(names) - len(texts)
-    return "; ".join(texts) + (f"; and {more} more" if more else "")
+    """Say where facts of all ranks differ; of many names the first few."""
+    names = dict.fromkeys(name for entry in facts for name in entry)
+    values = {name: [entry.get(name, "nothing") for entry in facts] for name in names}
+    texts = [f"{n} [{', '.join(x)}]" for n, x in values.items() if len({*x}) > 1]
+    more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return "; ".join(texts[:4]) + more
 
 
 def layout(tensors: Mapping[str, Tensor]) -> str:
@@ -303,7 +288,7 @@ def _encoded(note: Mapping[str, Any]) -> bytes:
     while len(text) > _NOTE and error is not None and room:
         room = room * 7 // 8  # characters, of which one may take twelve bytes
         text = json.dumps({**note, "error": f"{error[:room]} ..."}).encode()
-    checks.whole("agree", least=0, room=_NOTE - len(text))
+    checks.integers("agree", minimum=0, room=_NOTE - len(text))
     return text
 
 

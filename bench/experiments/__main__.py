@@ -1,4 +1,4 @@
-"""Run experiments: `python -m bench.experiments NAME [NAME ...] --out DIR`."""
+"""Run experiments: `python -m bench.experiments NAME [NAME ...]`."""
 
 import argparse
 import importlib
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--size", choices=["tiny", "small", "full"], default="small")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
     names = NAMES if "all" in arguments.names else arguments.names
     failed = []

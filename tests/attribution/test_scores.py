@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
+from tests import oracle, tables
 from tests.losses import Peak, build, every_strategy, rows
 from vgrad import attribution, curvature
 
@@ -353,37 +353,37 @@ def test_a_matrix_of_other_shapes_is_refused():
                 )
 
 
-def test_wrong_arguments_are_refused():
+BAD = r"""
+influence(*given, x, [batch]) | influence\(batches\): expected tuples
+influence(*given, batch, []) | influence\(batches\): expected a batch
+influence(*given, batch, [batch], top=1, per_position=True) | neither top nor rank
+influence(*given, batch, [batch], damping=0.1) | damping=0.1\): expected a curvature
+self_influence(*given, [batch], damping=0.1) | damping=0.1\): expected a curvature
+influence(*given, batch, [batch], top=0) | influence\(top=0\)
+influence(*given, batch, [batch], chunks=2) | influence\(chunks=\.\.\.\)
+self_influence(*given, [batch], curvature=blocks, damping=0.0) | lost in the rounding
+margin(fmodel)(params, buffers, x[:1], y[0]) | margin\(fmodel\): expected logits
+"""
+
+
+@pytest.mark.parametrize(("call", "words"), tables.rows(BAD))
+def test_wrong_arguments_are_refused(call, words):
     _, fmodel, params, buffers, (x, y) = classifier()
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    given, batch = (loss, params, buffers), (x, y)
-    influence, own = attribution.influence, attribution.self_influence
-    with pytest.raises(TypeError, match=r"influence\(batches\): expected tuples"):
-        influence(*given, x, [batch])
-    with pytest.raises(ValueError, match=r"influence\(batches\): expected a batch"):
-        influence(*given, batch, [])
-    with pytest.raises(ValueError, match="neither top nor rank"):
-        influence(*given, batch, [batch], top=1, per_position=True)
-    for function, asked in ((influence, [batch]), (own, [])):
-        with pytest.raises(ValueError, match=r"damping=0.1\): expected a curvature"):
-            function(*given, *asked, [batch], damping=0.1)
-    with pytest.raises(ValueError, match=r"influence\(top=0\)"):
-        influence(*given, batch, [batch], top=0)
-    with pytest.raises(TypeError, match=r"influence\(chunks=\.\.\.\)"):
-        influence(*given, batch, [batch], chunks=2)
-    blocks = curvature.kfac(
-        curvature.ggn(fmodel, "categorical"), params, buffers, [(x,)]
-    )
-    with pytest.raises(ValueError, match="lost in the rounding"):
-        own(*given, [batch], curvature=blocks, damping=0.0)
-    with pytest.raises(ValueError, match=r"margin\(fmodel\): expected logits"):
-        attribution.margin(fmodel)(params, buffers, x[:1], y[0])
+    given = vgrad.sample_loss(fmodel, F.cross_entropy), params, buffers
+    ggn = curvature.ggn(fmodel, "categorical")
+    scope = {"blocks": curvature.kfac(ggn, params, buffers, [(x,)]), "given": given}
+    scope |= {"fmodel": fmodel, "params": params, "buffers": buffers}
+    with pytest.raises((TypeError, ValueError), match=words):
+        eval(call, vars(attribution) | scope | {"x": x, "y": y, "batch": (x, y)})
+
+
+@every_strategy
+def test_targets_of_margins_are_classes(strategy):
+    _, fmodel, params, buffers, (x, y) = classifier()
+    margins = vgrad.per_sample_grad(attribution.margin(fmodel), strategy=strategy)
     for target in (y - 100, y + 1, y.double(), y[:, None]):  # some of them are right
-        for strategy in ("recorded", "loop"):
-            measure = attribution.margin(fmodel)
-            margins = vgrad.per_sample_grad(measure, strategy=strategy)
-            with pytest.raises(ValueError, match="expected a class from 0 to 2 as the"):
-                margins(params, buffers, x, target)
+        with pytest.raises(ValueError, match="expected a class from 0 to 2 as the"):
+            margins(params, buffers, x, target)
 
 
 @pytest.mark.parametrize("matrix", ["ekfac", curvature.ekfac, 3.0])

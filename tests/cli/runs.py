@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from tests import streams
 from vgrad import dp, files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, data, models, report
+from vgrad.cli import data, models, report
 from vgrad.dp import accounting, noise
+from vgrad.training import saved
 
 KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
 SIZE, BATCH = 48, 12
@@ -36,7 +37,6 @@ def quickly():
 
     def picture(figure, path):
         files.replace(path, b"picture", private=True)
-        return b"picture"
 
     with pytest.MonkeyPatch.context() as patch:
         for name, cached in ACCOUNTANT.items():
@@ -100,11 +100,19 @@ def lines(path):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def said(folder, name="state.json"):
-    return json.loads((folder / name).read_text())
+def said(folder):
+    """Return the settings in the state of a run."""
+    return saved.read_meta(folder / "state").settings
+
+
+def state_of(folder):
+    """Return the tensors of the state of a run, by name."""
+    [name] = saved.read_meta(folder / "state").files()  # a kill may leave others
+    return files.read_tensors(folder / "state" / name, saved.PIECES)[0]
 
 
 def spent(out, steps):
@@ -117,31 +125,38 @@ def spent(out, steps):
 def private(folder):
     """Return the names of the files that their owner alone can read."""
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir()}
-    return {name for name, mode in modes.items() if mode == 0o600}
+    return {name for name, mode in modes.items() if mode in (0o600, 0o700)}
+
+
+def untimed(records):
+    return [{**record, "samples_per_second": 0} for record in records]
 
 
 def results(folder):
     """Return all that a run leaves, apart from how long it took, as bytes."""
     content = {"files": sorted(path.name for path in folder.iterdir())}
     for path in folder.glob("*.jsonl"):
-        content[path.name] = [{**x, "samples_per_second": 0} for x in lines(path)]
-    kinds = {"state": "training state", "model": "model", "ensemble": "ensemble"}
+        content[path.name] = untimed(lines(path))
+    settings = said(folder)
+    figures = {run: untimed(x) for run, x in settings.pop("figures").items()}
+    content["settings"] = settings, figures
+    held = {"state": state_of(folder)}
     for path in folder.glob("*.safetensors"):
-        tensors, description = files.read_tensors(path, kinds[path.stem])
-        description.pop("lengths", None)
-        values = {key: value.numpy().tobytes() for key, value in tensors.items()}
-        content[path.stem] = values, description
-    if "ensemble" in content:
-        content["text"] = (folder / "ensemble.json").read_bytes()
+        held[path.stem], content[f"{path.stem}, text"] = files.read_tensors(
+            path, "model"
+        )
+    for name, tensors in held.items():
+        content[name] = {key: value.numpy().tobytes() for key, value in tensors.items()}
     return content
 
 
-def forge(folder, change=lambda description: None, tensors=None):
-    """Change the description and tensors of a state, and seal it."""
-    held, description = checkpoint.read_state(folder)
-    change(description)
-    path, values = folder / "state.safetensors", {**held, **(tensors or {})}
-    files.write_tensors(path, values, description)
+def forge(folder, change):
+    """Change the settings in a state, and seal them."""
+    path = folder / "state" / saved.META
+    content = json.loads(path.read_bytes())
+    change(content["checkpoint"]["settings"])
+    content["sha256"] = saved._digest(content["checkpoint"])
+    path.write_text(json.dumps(content))
 
 
 def error(capsys, *command):

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import stat
 import sys
 
 import pytest
@@ -15,11 +14,10 @@ from torch import nn
 
 import vgrad
 from tests import oracle
-from tests.cli.runs import error, forge, net, refuse, watched
-from vgrad import files, optim
+from tests.cli.runs import error, forge, net, state_of
+from vgrad import files
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, models
-from vgrad.training import TrainState
 
 SHAPE = models.Shape(channels=1, height=8, width=8, classes=4)
 TENSORS = {
@@ -30,14 +28,8 @@ TENSORS = {
 }
 
 
-def train_state(momentum=0.9):
-    model = models.build("mlp", SHAPE, seed=0)
-    _, params, buffers = vgrad.make_functional_with_buffers(model)
-    return TrainState.create(optim.sgd(0.1, momentum=momentum), params, buffers)
-
-
 def save_model(folder, params, buffers=None, spec="mlp", shape=SHAPE):
-    description = {"model": spec, "shape": shape._asdict()}
+    description = {"model": spec, "shape": shape._asdict(), "members": 1}
     checkpoint.save_model(folder, params, buffers or {}, description)
 
 
@@ -69,48 +61,11 @@ def test_a_failure_while_writing_leaves_the_old_file_alone(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_states_are_readable_by_their_owner_alone_from_the_first_byte(
-    tmp_path, monkeypatch
-):
-    born = []
-
-    def synced(done, descriptor):
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
-            born.append(stat.S_IMODE(mode))
-
-    watched(monkeypatch, os, "fsync", synced)
-    before = os.umask(0)
-    try:
-        checkpoint.save_state(tmp_path, train_state(), {})
-        save_model(tmp_path, {"w": torch.ones(1)})
-    finally:
-        os.umask(before)
-    assert born == [0o600, 0o600, 0o666]
-
-
-def test_a_state_comes_back_whole_and_one_of_another_run_does_not_fit(tmp_path):
-    state = train_state()._replace(step=torch.tensor(5))
-    checkpoint.save_state(tmp_path, state, {"note": "text"})
-    read, description = checkpoint.read_state(tmp_path)
-    oracle.assert_exact(checkpoint.restored(train_state(), read), state, 0)
-    assert description["note"] == "text"
-    assert json.loads((tmp_path / "state.json").read_text()) == description
-    name = ".params['1.bias']"
-    for template, tensors, message in (
-        (train_state(0.0), read, r"^state\.safetensors: expected .*momentum"),
-        (state, {**read, name: torch.zeros(3)}, r"shape \(64,\) in .*1\.bias"),
-        (state, {**read, name: read[name].double()}, r"torch\.float32 in .*1\.bias"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            checkpoint.restored(template, tensors)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9, 0.999])
 @pytest.mark.parametrize("change", ["flip", "cut"])
 def test_a_damaged_file_is_refused(tmp_path, share, change):
-    checkpoint.save_state(tmp_path, train_state(), {"arguments": {"lr": 1.0}})
-    path = tmp_path / "state.safetensors"
+    path = tmp_path / "some.safetensors"
+    files.write_tensors(path, TENSORS, {"kind": "thing"})
     content = bytearray(path.read_bytes())
     at = int(share * len(content))
     if change == "flip":
@@ -118,8 +73,8 @@ def test_a_damaged_file_is_refused(tmp_path, share, change):
     else:
         del content[at:]
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"state\.safetensors: expected the training"):
-        checkpoint.read_state(tmp_path)
+    with pytest.raises(ValueError, match=r"some\.safetensors: expected the thing of"):
+        files.read_tensors(path, "thing")
 
 
 def as_written(path, change):
@@ -179,16 +134,15 @@ def test_a_description_that_cannot_be_read_is_damage(tmp_path, name):
 
 
 def test_foreign_and_missing_files_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="expected the training state of a run"):
-        checkpoint.read_state(tmp_path)
-    foreign = {"w": torch.ones(1)}
-    safetensors.torch.save_file(foreign, tmp_path / "state.safetensors")
+    path, foreign = tmp_path / "model.safetensors", {"w": torch.ones(1)}
+    with pytest.raises(FileNotFoundError, match=r"expected the model of a run, got no"):
+        checkpoint.load(tmp_path)
+    safetensors.torch.save_file(foreign, path)
     with pytest.raises(ValueError, match="got a file not made by vgrad"):
-        checkpoint.read_state(tmp_path)
-    save_model(tmp_path, foreign)
-    (tmp_path / "model.safetensors").replace(tmp_path / "state.safetensors")
-    with pytest.raises(ValueError, match="training state of a run, got a model"):
-        checkpoint.read_state(tmp_path)
+        checkpoint.load(tmp_path)
+    files.write_tensors(path, foreign, {"kind": "thing"})
+    with pytest.raises(ValueError, match="expected the model of a run, got a thing"):
+        checkpoint.load(tmp_path)
 
 
 def test_nothing_is_pickled(tmp_path, monkeypatch):
@@ -201,8 +155,9 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", refuse)
     monkeypatch.setattr(torch, "save", refuse)
     values = dict(models.build("cnn", SHAPE, seed=0).named_parameters())
-    checkpoint.save_state(tmp_path, train_state(), {})
-    checkpoint.restored(train_state(), checkpoint.read_state(tmp_path)[0])
+    states = checkpoint.States(plain={"w": torch.ones(2)})
+    checkpoint.save(tmp_path, states, {}, {"note": "text"})
+    checkpoint.load_states(tmp_path, states, {"note": "text"})
     save_model(tmp_path, values, spec="cnn")
     checkpoint.load(tmp_path)
 
@@ -283,7 +238,7 @@ def test_no_model_chooses_the_code_that_runs(copied, images, capsys, evil):
 
 def test_no_state_chooses_the_code_that_runs(copied, capsys, evil):
     run = copied("one")
-    (run / "report.html").unlink()
+    (run / "curves.png").unlink()
     forge(run, lambda entries: entries["arguments"].update(model="evil:make"))
     command = ["train", "--resume", run]
     assert "name it: with --model" in error(capsys, *command)
@@ -291,14 +246,16 @@ def test_no_state_chooses_the_code_that_runs(copied, capsys, evil):
     assert "expected --model evil:make, which the run was started with" in message
     assert not evil.exists()
     # Named again, it is imported, and is not the model that the run was started with.
-    assert "source_sha256" in error(capsys, *command, "--model", "evil:make")
+    assert "sha256 of the model's file" in error(
+        capsys, *command, "--model", "evil:make"
+    )
     assert evil.exists()
 
 
 def test_an_ensemble_and_its_members_are_loaded_from_their_folder(finished):
     three, single = (finished(kind)[0] for kind in ("plain", "one"))
     fmodel, params, buffers = checkpoint.load(three)
-    state, _ = checkpoint.read_state(three)
+    state = state_of(three)
     assert not fmodel.training
     assert buffers == {}
     for name, value in params.items():
@@ -314,8 +271,8 @@ def test_an_ensemble_and_its_members_are_loaded_from_their_folder(finished):
         oracle.assert_exact(model(x), scores[i], 1e-6)
     for folder, member, message in (
         *((three, member, "a whole number >= 0") for member in (-1, True, 1.0, "0")),
-        (three, 3, "expected a file with member 3, got 3 mem"),
-        (single, 0, "which holds one model. Leave member out."),
+        (three, 3, "member=3.*which holds 3"),
+        (single, 0, "which holds 1. Leave member out."),
         (three / "none", 0, "got no file"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -324,27 +281,11 @@ def test_an_ensemble_and_its_members_are_loaded_from_their_folder(finished):
 
 def test_a_folder_of_two_runs_is_no_guess(copied, finished, images, capsys):
     one = copied("one")
-    for name in ("ensemble.json", "ensemble.safetensors"):
-        shutil.copy(finished("plain")[0] / name, one / name)
+    shutil.copy(finished("plain")[0] / "ensemble.safetensors", one)
     with pytest.raises(ValueError, match=r"one run, got model\.safetensors and ens"):
         checkpoint.load(one)
     message = error(capsys, "evaluate", one, "--data", images)
     assert "expected the folder of one run" in message
-
-
-def test_figures_that_were_changed_are_refused_before_anything_is_cut(copied, capsys):
-    one = copied("one")
-    (one / "report.html").unlink()
-    with (one / "metrics.jsonl").open("a") as file:
-        file.write("of a lost step")
-    plain = (one / "plain.jsonl").read_bytes()
-    for content, message in (
-        (plain[:-1], "bytes of the saved state"),
-        (b"[" + plain, "plain.jsonl: expected figures of a run, got"),
-        (plain.replace(b"step", b"stop"), "plain.jsonl: expected figures of a run"),
-    ):
-        (one / "plain.jsonl").write_bytes(content)
-        refuse(capsys, one, message)
 
 
 @pytest.mark.parametrize("name", ["file", ".file.partial"])

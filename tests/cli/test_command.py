@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import vgrad_command
-from bench.experiments import __main__ as experiments
 from tests.cli.runs import error, resume, train
 from vgrad.cli import commands, models, report
-from vgrad_command import COMMANDS, EXPERIMENTS, PRECISIONS, RATES
+from vgrad_command import COMMANDS, PRECISIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,9 +43,6 @@ MISTAKES = [
     ("train --out", "--out: expected one argument. See vgrad train --help."),
     ("train", "one of the arguments --out --resume is required. See vgrad train"),
     ("train --out a --resume a", "not allowed with argument"),
-    ("experiment", "the following arguments are required: NAME. See vgrad exp"),
-    ("experiment privat", "NAME: expected one of per-sample, ensembles, jmp, mob"),
-    ("experiment jmp speed", "attribution, all, got 'speed'. See vgrad exp"),
 ]
 
 
@@ -113,8 +109,6 @@ WRONG = {
 
 def test_names_that_stand_as_text_are_those_of_the_package():
     assert PRECISIONS == tuple(models.POLICIES)
-    assert set(RATES) == {*models.MODELS, "a factory"}
-    assert EXPERIMENTS == (*experiments.NAMES, "all")
     options = dataclasses.fields(vgrad_command.Options)
     ranged = {each.name for each in options if each.metadata["read"] not in (None, str)}
     assert ranged == set(WRONG)
@@ -134,15 +128,15 @@ def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for owner, name in ((report, "write_page"), (commands, "run")):
+    for owner, name in ((report, "write_picture"), (commands, "run")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt)
             assert train(images, tmp_path / name) == 130
         assert capsys.readouterr().err.startswith("vgrad: interrupted")
-    assert resume(tmp_path / "write_page") == 0
+    assert resume(tmp_path / "write_picture") == 0
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+@pytest.mark.parametrize("package", ["sklearn", "matplotlib"])
 def test_a_missing_package_is_named_with_the_extra_that_has_it(
     tmp_path, monkeypatch, capsys, package
 ):
@@ -153,4 +147,4 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(
     message = error(capsys, "train", "--out", tmp_path / "run")
     assert 'pip install "vgrad[demo]"' in message
     monkeypatch.setitem(sys.modules, "vgrad.cli.commands", None)
-    assert "import of vgrad.cli.commands" in error(capsys, "bench")
+    assert "import of vgrad.cli.commands" in error(capsys, "evaluate", "run")

@@ -95,7 +95,7 @@ EMPTY = {"x_train": np.zeros((0, 4, 5)), "y_train": np.zeros(0, int)}
 ONE_CLASS = {"y_train": np.zeros(6, int), "y_test": np.zeros(3, int)}
 LARGE = {"y_train": np.array([0, 1, 2, 0, 1, 2**31 - 5])}
 WRONG = [
-    ({"x_test": None}, "x_test is missing"),
+    ({"x_test": None}, "got none of x_test"),
     ({"y_train": np.zeros(5, int)}, "got 5 in y_train and 6"),
     ({"x_train": np.zeros(6)}, r"in x_train, got shape \(6,\)"),
     ({"x_test": np.zeros((3, 1, 1, 1, 1))}, "in x_test, got shape"),

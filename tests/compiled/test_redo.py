@@ -12,7 +12,7 @@ from tests.compiled import problems
 from tests.compiled.problems import same_calls, same_quantities, sites_batch
 from vgrad import optim
 from vgrad.compiled import backends, graph
-from vgrad.conditions import rare
+from vgrad.conditions import occurs
 from vgrad.training import TrainState, private_step
 
 pytestmark = pytest.mark.compiled
@@ -66,7 +66,7 @@ def test_bad_samples_in_later_calls_have_the_results_of_eager_mode(chunk_size, n
 
 def test_one_condition_of_several_drops_a_result():
     def function(x):
-        return [x + 1 for bound in (1, 2) if not rare(x > bound)]
+        return [x + 1 for bound in (1, 2) if not occurs(x > bound)]
 
     module = graph.captured(function, (torch.zeros(2),)).module
     flags = [bool(module(torch.full((2,), x))[-1]) for x in (0.0, 1.5, 3.0)]

@@ -57,10 +57,7 @@ def test_kernels_may_add_up_in_another_order(monkeypatch, off, strict, host):
     def eager(x):
         return x / 3
 
-    def replay(x):
-        return (x / 3) * (1 + off)
-
-    given = replay(x), eager(x), replay, eager, (x,)
+    given = eager(x) * (1 + off), eager(x), eager, (x,)
     fine = off < 1e-6 and not strict
     with nullcontext() if fine else pytest.raises(Unrepeatable):
         verification.replays(*given, first=not host)
@@ -69,66 +66,37 @@ def test_kernels_may_add_up_in_another_order(monkeypatch, off, strict, host):
 def test_a_host_repeats_all_bits():
     x = torch.tensor([1.0, 3.0])
     with pytest.raises(Unrepeatable, match="does not repeat the numbers of eager"):
-        verification.replays(x * (1 + 1e-7), x, lambda x: x, lambda x: x, (x,))
+        verification.replays(x * (1 + 1e-7), x, lambda x: x, (x,))
 
 
-# Rounding, at one point.
-
-
-def close(found, expected, x, *, function=lambda x: x, draws=False):
-    """Compare at one point, where eager mode runs first, and then in float64."""
-    found, expected, x = map(torch.as_tensor, (found, expected, x))
-    results = iter([lambda _: expected, function])
-    verification.close(lambda _: found, lambda x: next(results)(x), (x,), draws=draws)
-
-
-@pytest.fixture
-def one_point(monkeypatch):
-    monkeypatch.setattr(verification, "_POINTS", 1)
+# Rounding.
 
 
 EIGHT = torch.tensor([8.0, 1.0])
-OFF = EIGHT + torch.tensor([0.0, 2 * STEP])
-"""A result of eager mode with an error of its own."""
-
-OFF_BY = "is off by .* more than .* allows"
+OFF_BY = "is off by .* more than .* explains"
 PAIRS = {
     "exact": (EIGHT, EIGHT, EIGHT, None),
-    "four roundings of the largest": (EIGHT + 4 * STEP, EIGHT, EIGHT, None),
-    "four roundings below": (EIGHT - 4 * STEP, EIGHT, EIGHT, None),
-    "five roundings": (EIGHT + 5 * STEP, EIGHT, EIGHT, OFF_BY),
-    "five of one": (EIGHT + torch.tensor([0, 5 * STEP]), EIGHT, EIGHT, OFF_BY),
-    "four times the error": (EIGHT + 12 * STEP, OFF, EIGHT, None),
-    "more than four times the error": (EIGHT + 13 * STEP, OFF, EIGHT, OFF_BY),
-    "the least precise": (EIGHT * 1.03, EIGHT, EIGHT.bfloat16(), None),
-    "more than the least precise": (EIGHT * 1.04, EIGHT, EIGHT.bfloat16(), OFF_BY),
-    "complex numbers": (EIGHT * (1 + 1e-7j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), None),
-    "complex, off": (EIGHT * (1 + 1e-5j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), OFF_BY),
+    "roundings of the largest": (EIGHT + 500 * STEP, EIGHT, EIGHT, None),
+    "too many": (EIGHT + 520 * STEP, EIGHT, EIGHT, OFF_BY),
+    "of one": (EIGHT + torch.tensor([0, 520 * STEP]), EIGHT, EIGHT, OFF_BY),
+    "the least precise": (EIGHT * 1.09, EIGHT, EIGHT.bfloat16(), None),
+    "more than the least precise": (EIGHT * 1.11, EIGHT, EIGHT.bfloat16(), OFF_BY),
+    "complex numbers": (EIGHT * (1 + 1e-5j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), None),
+    "complex, off": (EIGHT * (1 + 1e-4j), EIGHT * (1 + 0j), EIGHT * (1 + 0j), OFF_BY),
     "nothing": (torch.ones(0), torch.ones(0), torch.ones(0), None),
     "the same is not finite": ([INF, NAN], [NAN, -INF], [1.0, 1.0], None),
-    "finite elsewhere": ([INF, 1.0], [1.0, 1.0], [1.0, 1.0], "finite elsewhere"),
+    "finite elsewhere": ([INF, 1.0], [1.0, 1.0], [1.0, 1.0], "off by inf"),
     "whole numbers": ([3], [3], [3], None),
-    "other whole numbers": ([1, 2], [1, 3], [1, 3], "does not repeat"),
+    "other whole numbers": ([1, 2], [1, 3], [1, 3], "off by inf"),
 }
 
 
-@pytest.mark.usefixtures("one_point")
 @pytest.mark.parametrize("name", PAIRS)
-def test_compiled_code_may_have_four_times_the_error_of_eager_mode(name):
-    *given, text = PAIRS[name]
+def test_compiled_code_may_be_off_by_roundings_of_the_largest_number(name):
+    found, expected, x = map(torch.as_tensor, PAIRS[name][:3])
+    text = PAIRS[name][3]
     with pytest.raises(Unrepeatable, match=text) if text else nullcontext():
-        close(*given)
-
-
-@pytest.mark.usefixtures("one_point")
-def test_a_function_that_does_not_run_in_float64_is_refused():
-    def function(x):
-        assert not torch.is_grad_enabled()
-        raise TypeError(f"{x.dtype}\nand more")
-
-    text = r"float64, .* \(TypeError: torch.float64\). Pass verify=False"
-    with pytest.raises(Unrepeatable, match=text):
-        close(EIGHT, EIGHT, EIGHT, function=function)
+        verification.close(found, expected, lambda x: expected, (x,))
 
 
 # Functions, at several points.
@@ -138,8 +106,6 @@ PARAMS = {"w": losses.randn(40, 5, dtype=torch.float32), "steps": torch.tensor(3
 BATCH = losses.randn(6, 5, dtype=torch.float32)
 FAR = torch.tensor([0.5, 0.5])
 NEAR = torch.tensor([1 + 2**-23, 1.0])
-ROUNDED = torch.tensor([1 + 2**-12, 1 - 2**-12 + 2**-24])  # to 1 in float32 alone
-kinks = pytest.mark.parametrize("kink", [FAR, NEAR, ROUNDED])
 
 
 def eager(params, x, kink):
@@ -148,85 +114,57 @@ def eager(params, x, kink):
     return {"w": hidden.T @ x, "sum": hidden.sum(0), "steps": params["steps"] + 1}
 
 
-def fails(found):
-    raise AssertionError("expected size 3\nat dim 0")
-
-
 FAULTS = {
-    "scaled": (lambda f: {**f, "w": f["w"] * (1 + 1e-4)}, "compiled code is off by"),
-    "moved rows": (lambda f: {**f, "w": f["w"].roll(1, 0)}, "compiled code is off by"),
-    "without a term": (
-        lambda f: {**f, "sum": f["sum"] - 1e-4 * f["sum"].abs().amax()},
-        "compiled code is off by",
-    ),
-    "not finite": (
-        lambda f: {**f, "sum": f["sum"].index_fill(0, torch.tensor(2), torch.nan)},
-        "compiled code is finite elsewhere",
-    ),
-    "not counted": (lambda f: {**f, "steps": f["steps"] - 1}, "does not repeat the"),
-    "doubtful": (lambda f: None, "compiled code doubts samples"),
-    "fails": (fails, "compiled code fails: AssertionError: expected size 3$"),
+    "scaled": lambda f: {**f, "w": f["w"] * (1 + 2e-4)},
+    "moved rows": lambda f: {**f, "w": f["w"].roll(1, 0)},
+    "without a term": lambda f: {**f, "sum": f["sum"] - 2e-4 * f["sum"].abs().amax()},
+    "not finite": lambda f: {**f, "sum": f["sum"].where(f["sum"] > 0, torch.nan)},
+    "not counted": lambda f: {**f, "steps": f["steps"] - 1},
 }
 
 
-@kinks
 @pytest.mark.parametrize("name", FAULTS)
-def test_wrong_code_is_refused(name, kink):
-    fault, text = FAULTS[name]
-    compiled = lambda *given: fault(eager(*given))  # noqa: E731
-    with pytest.raises(Unrepeatable, match=text):
-        verification.close(compiled, eager, (PARAMS, BATCH, kink), draws=False)
+def test_wrong_code_is_refused(name):
+    arguments = PARAMS, BATCH, FAR
+    right = eager(*arguments)
+    with pytest.raises(Unrepeatable, match="compiled code is off by"):
+        verification.close(FAULTS[name](right), right, eager, arguments)
 
 
-@kinks
+@pytest.mark.parametrize("kink", [FAR, NEAR])
 def test_a_number_within_rounding_of_a_jump_may_fall_on_either_side(kink):
-    def compiled(params, x, kink):
-        return eager(params, x, kink * (1 - 2**-22))
-
-    arguments = PARAMS, BATCH, kink
-    same = torch.equal(compiled(*arguments)["w"], eager(*arguments)["w"])
-    assert same == (kink is not NEAR)
-    verification.close(compiled, eager, arguments, draws=False)
+    found, right = eager(PARAMS, BATCH, kink * (1 - 2**-22)), eager(PARAMS, BATCH, kink)
+    assert torch.equal(found["w"], right["w"]) == (kink is FAR)
+    verification.close(found, right, eager, (PARAMS, BATCH, kink))
 
 
-@pytest.mark.parametrize(("by", "text"), [(5e-4, None), (2e-3, "off by"), (0, None)])
-def test_random_results_are_compared_with_each_other(by, text):
-    def noisy(*arguments):
-        draw = torch.rand(5, generator=torch.Generator().manual_seed(0))
-        return eager(*arguments)["w"] * draw
+def test_a_gradient_of_rounding_errors_may_be_another_one():
+    x = BATCH * 1e3
 
-    compiled = lambda *given: noisy(*given) * (1 + by)  # noqa: E731
-    with pytest.raises(Unrepeatable, match=text) if text else nullcontext():
-        verification.close(compiled, noisy, (PARAMS, BATCH, FAR), draws=True)
+    def noise(x):
+        return (x - x.mean(1, keepdim=True)).sum(1)
+
+    found = (x.double() - x.double().mean(1, keepdim=True)).sum(1).float()
+    verification.close(found, noise(x), noise, (x,))
+    with pytest.raises(Unrepeatable, match="off by"):
+        verification.close(found + 1, noise(x), noise, (x,))
 
 
 def test_a_function_need_not_be_defined_at_the_points_close_by():
     edge = torch.tensor([[1.0, 1 - 2**-20], [1 - 2**-20, 1.0]])
     factor = torch.linalg.cholesky
-    verification.close(factor, factor, (edge,), draws=False)
+    verification.close(factor(edge), factor(edge), factor, (edge,))
     with pytest.raises(Unrepeatable, match="off by"):
-        verification.close(lambda x: 1.01 * factor(x), factor, (edge,), draws=False)
+        verification.close(1.01 * factor(edge), factor(edge), factor, (edge,))
 
 
 def test_the_points_close_by_are_ordinary_arguments():
     shared = BATCH[:, :1].relu().expand(6, 5)
     every_other = torch.zeros(6, 10)[:, ::2].copy_(BATCH)
     numbers = torch.arange(3), torch.tensor(True), torch.zeros(0, 2)
-    points = []
-
-    def first_sum(*arguments):
-        return arguments[0].sum()
-
-    def compiled(*arguments):
-        points.append(arguments)
-        return first_sum(*arguments)
-
     given = shared, shared, every_other, BATCH.half(), *numbers
-    verification.close(compiled, first_sum, given, draws=False)
-    first, *others = points
-    assert all(each is other for each, other in zip(first, given, strict=True))
-    assert len(others) >= 2
-    for point in others:
+    points = [verification._moved(given, number) for number in (1, 2)]
+    for point in points:
         assert point[0] is point[1]
         for one, other in zip(point, given, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -235,8 +173,8 @@ def test_the_points_close_by_are_ordinary_arguments():
             assert (one * one <= other * other).all()
         rounding = torch.finfo(torch.float32).eps
         moved = (1 - point[2] / every_other) / rounding
-        assert 100 < moved.mean() < 3000
-    assert not torch.equal(others[0][2], others[1][2])
+        assert 5 < moved.mean() < 11
+    assert not torch.equal(points[0][2], points[1][2])
 
 
 # Backends.
@@ -295,7 +233,7 @@ def test_compiled_code_that_is_wrong_later_is_dropped(monkeypatch):
         def run(*tensors):
             first, *others = graph.forward(*tensors)
             calls.append(first)
-            return [first * (1 + 1e-4 * (len(calls) > 3)), *others]
+            return [first * (1 + 1e-4 * (len(calls) > 1)), *others]
 
         return run
 

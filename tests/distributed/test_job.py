@@ -89,27 +89,27 @@ def _interrupted(arguments):
     """Fail on the first rank, when the second epoch's figures are to be written."""
     from vgrad.cli import checkpoint
 
-    append, calls = checkpoint.append, []
+    save, calls = checkpoint.save, []
 
     def failing(*given):
         calls.append(given)
         if len(calls) > 2:
             raise OSError("the disk is full")
-        return append(*given)
+        return save(*given)
 
-    checkpoint.append = failing
+    checkpoint.save = failing
     try:
         return job(*arguments)
     except RankError as error:
         return 2, str(error)
     finally:
-        checkpoint.append = append
+        checkpoint.save = save
 
 
 def test_bad_arguments_are_refused_by_all(tmp_path, ranks):
     taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "state.json").write_text("{}")
+    (taken / "state").mkdir(parents=True)
+    (taken / "state" / "meta.json").write_text("{}")
     for status, said in ranks(2).run(job, *given(tmp_path, taken)):
         assert status == 2
         assert "expected a folder without a run" in said

@@ -77,7 +77,7 @@ def test_the_bound_finds_the_median_as_tfs_does(start):
 
 
 def test_fractions_and_bounds_stay_between_their_ends():
-    clip = quantile_clip(rate=1.0, start=2.0, least=1.5, most=3.0)
+    clip = quantile_clip(rate=1.0, start=2.0, lower=1.5, upper=3.0)
     counts = torch.tensor([-50.0, 0.0, 50.0], dtype=torch.float64)
     fractions = clip.fraction(counts, 10.0)
     assert fractions.tolist() == [0, 0.5, 1]
@@ -106,6 +106,9 @@ def test_a_clip_is_numbers_alone():
     clip = quantile_clip(quantile=0, start=2, count_deviation=7)
     again = adaptive.QuantileClip(**json.loads(json.dumps(asdict(clip))))
     assert again == clip == quantile_clip(quantile=0.0, start=2.0, count_deviation=7.0)
+    assert adaptive.QuantileClip.of(asdict(clip)) == clip
+    assert adaptive.QuantileClip.of({**clip.identity}) == clip
+    assert [*clip.identity][-2:] == ["least", "most"]  # of plans that are saved
 
 
 # A bound that is a tensor.
@@ -264,7 +267,7 @@ def test_a_step_clips_to_the_bound_that_the_step_before_has_left(noise):
 
 @pytest.mark.parametrize("damaged", [math.nan, math.inf, 1e40, 0.0, -1.0])
 def test_a_damaged_bound_is_brought_between_both_ends(damaged):
-    plan = replace(PLAN, max_norm=replace(CLIP, least=0.01, most=2.0))
+    plan = replace(PLAN, max_norm=replace(CLIP, lower=0.01, upper=2.0))
     loss, tx, state = start_state()
     first, second, *_ = batches_of(plan, state)
     step = private_step(loss, tx, plan)

@@ -176,18 +176,18 @@ VALUES = r"""
     loaded(plan=dict(asdict(PLAN), discrete=True)) | Plan\(discrete=True\): exp.*Tra
     loaded(plan=dict(asdict(PLAN), rows={"threshold": 4.0})) \
         | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
-    loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
+    loaded(more=1) | 'step', 'plan' and 'route', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
     private().watch(OTHER) | expected one of the module's own parameters
     dp.quantile_clip(quantile=-0.1) | quantile >= 0
     dp.quantile_clip(quantile=1.1) | at most 1
     dp.quantile_clip(rate=0) | rate > 0
     dp.quantile_clip(start=math.inf) | start=inf
-    dp.quantile_clip(start=5, most=4) | start between
-    dp.quantile_clip(start=5, least=6) | start between
+    dp.quantile_clip(start=5, upper=4) | start between
+    dp.quantile_clip(start=5, lower=6) | start between
     dp.quantile_clip(count_deviation=0.0) | count_deviation > 0
-    dp.quantile_clip(least=1e-31) | least
-    dp.quantile_clip(most=1e31) | most
+    dp.quantile_clip(lower=1e-31) | lower
+    dp.quantile_clip(upper=1e31) | upper
     dp.quantile_clip().gradient_multiplier(1.0, 10.0) | multiplier < 2 .*Raise count_dev
     dp.group_clip({}) | a bound for a pattern
     dp.group_clip({"*": 0.0}) | bounds\['\*'\]=0.0

@@ -192,16 +192,17 @@ def test_the_strategy_follows_the_work_of_one_member():
     convolutions = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
     )
-    explained = chosen([convolutions] * 3, torch.randn(4, 2, 6, 6))
-    assert (explained.strategy, explained.members) == ("hybrid", 3)
+    explained = chosen([convolutions] * 5, torch.randn(4, 2, 6, 6))
+    assert (explained.strategy, explained.members) == ("hybrid", 5)
     assert [op for op, _ in explained.forms] == ["conv2d", "conv2d"]
     assert "leave a CPU waiting" in explained.why
-    # 2 * B * O * I * 9 * side**2 operations in each of two convolutions
-    side = int((execution.CONVOLVED * 1e6 / (2 * 2 * 4 * 9)) ** 0.5) + 10
+    # 4 * side**2 outputs of each of two convolutions, of five members
+    side = int((execution.CONVOLVED * 1e6 / (2 * 4 * 5)) ** 0.5) + 10
     rows = int(execution.BUSY * 1e6 / (2 * 64 * 64)) + 10
     for models, x, why in (
-        ([convolutions] * 2, torch.randn(1, 2, side, side), "are convolutions"),
-        ([nn.Linear(64, 64)] * 2, torch.ones(rows, 64), "keep a CPU busy"),
+        ([convolutions] * 5, torch.randn(1, 2, side, side), "outputs of convolutions"),
+        ([nn.Linear(64, 64)] * 5, torch.ones(rows, 64), "keep a CPU busy"),
+        ([nn.Linear(4, 4)] * 4, torch.ones(5, 4), "up to 4 members"),
         ([nn.Linear(4, 4)], torch.ones(5, 4), "there is one member"),
     ):
         explained = chosen(models, x)

@@ -192,15 +192,15 @@ def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
             out = out + x * (b.detach() if functorch.is_batchedtensor(b) else b)
         return out.sum()
 
-    params = {"a": torch.tensor([[-1.0], [1.0]]), "b": torch.ones(2, 1)}
+    params = {"a": torch.tensor([[-1.0], [1.0], [1.0]]), "b": torch.ones(3, 1)}
     compute = ensemble_grad(loss, strategy="hybrid")
-    away = params | {"a": -torch.ones(2, 1)}  # where `b` is found to receive none
+    away = params | {"a": -torch.ones(3, 1)}  # where `b` is found to receive none
     assert not compute(away, {}, torch.ones(1)).grads["b"].any()
     with pytest.raises(vgrad.UnsupportedOp, match="hides its graph"):
         compute(params, {}, torch.ones(1))
     with pytest.warns(vgrad.FallbackWarning, match="hides its graph"):
         found = ensemble_grad(loss)(params, {}, torch.ones(1))
-    assert found.grads["b"].tolist() == [[0], [1]]
+    assert found.grads["b"].tolist() == [[0], [1], [1]]
 
 
 def chooses(self, x):

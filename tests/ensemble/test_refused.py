@@ -81,6 +81,11 @@ REFUSED = [
     ("stack(3, seeds=[1])", r"stack\(make\): .*returns a module, got a int"),
     ("rank_one(lambda: 3, 2, seed=0)", r"rank_one\(make\): .*module, got a int"),
     ("take(PAIR, 1)", r"indices=1\): expected numbers of members in a list.*\[1\]"),
+    *((f"take(SUMS, {some})", r"from 0 to 2.*gather_members")
+      for some in ("[]", "[3]", "torch.tensor([4])")),
+    *((f"take(SUMS, {some})", r"take\(index.*whole number >= 0")
+      for some in ("[-1]", "[True]", "torch.tensor([True, False, True])", "[0.5]")),
+    ("take(SUMS | {'scale': TWO}, [0])", "3 members as in .*first axis"),
     ("stack(mlp, seeds=[])", "expected at least one model, got none"),
     ("stack(mlp, seeds=[-1])", r"stack\(seeds=-1\): expected a whole number >= 0"),
     ("stack(lambda: ONE_MODEL, seeds=[1, 2])", "a new model from each call, got one"),

@@ -117,15 +117,3 @@ def test_private_copies_need_a_fork_or_their_noise_cancels():
         pairs = zip((one, other), batches, strict=True)
         left, right = (step(state, x)[0].params["w"] for state, x in pairs)
         assert bool((left - right - exact).abs().max() < 1e-6) is cancels
-
-
-def test_other_indices_and_trees_are_refused():
-    tree = {"w": torch.zeros(3, 2)}
-    for indices in ([], [3], torch.tensor([4])):
-        with pytest.raises(ValueError, match=r"from 0 to 2.*gather_members"):
-            take(tree, indices)
-    for indices in ([-1], [True], torch.tensor([True, False, True]), [0.5]):
-        with pytest.raises(ValueError, match=r"take\(index.*whole number >= 0"):
-            take(tree, indices)
-    with pytest.raises(ValueError, match="3 members as in .*first axis"):
-        take({**tree, "scale": torch.ones(2)}, [0])

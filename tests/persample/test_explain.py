@@ -210,7 +210,7 @@ def test_the_text_is_an_aligned_table():
         "vmap           1  19,216",
         "loop           4   4,804",
     ]
-    assert [line.split()[0] for line in lines] == ["parameter", "w", "a.long.name"]
+    assert [line.split()[0] for line in lines] == ["names", "w", "a.long.name"]
     column = lines[0].index("factor")
     assert [line[column:].split()[0] for line in lines] == ["factor", "Outer", "Zero"]
     assert "1,120" in lines[1]

@@ -392,7 +392,7 @@ def test_members_write_at_once():
                 out[:, t] = self.cell(x[:, t]).tanh()
             return out
 
-    models, x = [Decoder() for _ in range(3)], X.float()
+    models, x = [Decoder() for _ in range(5)], X.float()
     fmodel, params, buffers = vgrad.stack(models)
     forward = vgrad.ensemble_forward(fmodel)
     found = forward(params, buffers, x)

@@ -274,9 +274,11 @@ EXPRESSIONS = {
     "(setattr(t, 'mark', 1), t.mark)[1]; torch.is_grad_enabled();"
     "torch.is_inference_mode_enabled();"
     "torch.compiler.is_compiling(); torch.jit.is_tracing(); torch.jit.is_scripting();"
-    "torch.overrides.has_torch_function((t,)); t.sum().item() == 0;"
+    "t.sum().item() == 0;"
     "bool(t.sum() > 100); float(t.detach().sum()) == 0; t.tolist() == []; 100.0 in t;"
     "torch.equal(t, t); torch.allclose(t, t)",
+    # A loop over members has no mode, and what a mode leads to is compared by `verify`.
+    "==== ==== dddd": "torch.overrides.has_torch_function((t,))",
     "RRR= ==== RRR=": "t.register_hook(id) is None; get_gradient_edge(t).output_nr;"
     "t.register_post_accumulate_grad_hook(id) is None",
     "==== R=R= RRRR": "setattr(t, 'requires_grad', True)",

@@ -139,9 +139,39 @@ def test_the_way_of_private_steps_does_not_depend_on_the_samples():
     assert int(metrics["samples"]) == len(X)
     with pytest.raises(UnsupportedOp, match=r"as it did before.*strategy=\"loop\""):
         step(state, X)  # the two samples that are compared have no large values
+    resumed = vgrad.training.private_step(with_hooks, tx, plan)
+    with pytest.raises(UnsupportedOp, match=r"as it did before.*strategy=\"loop\""):
+        resumed(state, X)
+    looped, _ = resumed(state._replace(route=torch.tensor(0)), X)
+    assert (int(state.route), int(looped.route)) == (1, 3)
     found = vgrad.per_sample_grad(with_hooks)(params, {}, X)  # is not private
     loop = vgrad.per_sample_grad(with_hooks, strategy="loop")(params, {}, X)
     assert all(torch.equal(found[name], loop[name]) for name in loop)
+
+
+@pytest.mark.parametrize("route", ["recorded", "vmap", "loop"])
+def test_a_private_run_that_resumes_takes_the_route_of_its_first_step(route, tmp_path):
+    plan, tx = vgrad.dp.Plan(20, 0.4, 1.0, 1.0, 3, 1e-3), vgrad.optim.sgd(0.1)
+    step = vgrad.training.private_step(honest, tx, plan, strategy=route, verify=False)
+    state = vgrad.training.TrainState.create(tx, PARAMS, {})
+    vgrad.training.save(tmp_path / "state", step(state, X)[0])
+    state = vgrad.training.load(tmp_path / "state", state)
+    places = []
+
+    def loss(params, buffers, x):
+        places.append(torch._C._functorch.maybe_current_level())
+        return honest(params, buffers, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after, _ = vgrad.training.private_step(loss, tx, plan, verify=False)(state, X)
+    expected, _ = step(state, X)
+    assert after.route == expected.route == state.route
+    oracle.assert_exact(after.params, expected.params, 0.0)
+    # A functional gradient is one level more than the map over samples.
+    levels = {"recorded": {1}, "vmap": {1, 2}, "loop": {None}}
+    assert {*places} <= levels[route]
+    assert route != "vmap" or 2 in places
 
 
 def test_comparisons_are_made_at_calls_1_2_4_and_8():

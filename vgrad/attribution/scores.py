@@ -15,7 +15,6 @@ from vgrad import checks
 from vgrad.attribution.store import OfFeatures, Store, in_order
 from vgrad.curvature import Full, Kronecker
 from vgrad.factors import Dense, Factor, Outer, Rows
-from vgrad.factors.norms import out_of_range
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
 from vgrad.functional.model import FunctionalModel
@@ -135,9 +134,9 @@ def influence(
         tensor([[0]])
     """
     if top is not None:
-        [top] = checks.whole("influence", least=1, top=top)
+        [top] = checks.integers("influence", minimum=1, top=top)
     if rank is not None:
-        [rank] = checks.whole("influence", least=1, rank=rank)
+        [rank] = checks.integers("influence", minimum=1, rank=rank)
     if per_position and (top is not None or rank is not None):
         raise ValueError(
             "influence(per_position=True): expected neither top nor rank. Take the "
@@ -292,7 +291,7 @@ def trak(
         value = measure(params, buffers, *sample)
         return value, value
 
-    [dim] = checks.whole("trak", least=1, dim=dim)
+    [dim] = checks.integers("trak", minimum=1, dim=dim)
     project = per_sample_projection(with_value, dim, seed=seed, has_aux=True, **options)
     checkpoints = [params] if isinstance(params, Mapping) else [*params]
     states = [buffers] * len(checkpoints) if isinstance(buffers, Mapping) else buffers
@@ -481,8 +480,6 @@ class _Products(Collector):
         if name not in self.owner:
             return
         group, others = self.owner[name], self.queries[name]
-        if out_of_range({name: [factor, *others]}):
-            factor, others = factor.double(), [other.double() for other in others]
         if self.per_position:
             [products] = [factor.by_position(other.grad()) for other in others]
         else:

@@ -456,11 +456,11 @@ def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
         for side, vectors in zip(("left", "right"), pair, strict=True)
         if vectors is not None
     }
-    digest = None if quantity.sides is None else files.digest(sides)
-    dim = [*quantity.sizes] if quantity.pairs else quantity.sizes[0]
-    seed, kind = quantity.seed, quantity.kind
-    settings = {"dim": dim, "seed": seed, "kind": kind, "sides": digest}
-    return sides, settings
+    if (drawn := quantity.directions) is None:
+        settings = {"dim": [], "seed": None, "kind": "rademacher"}
+        return sides, {**settings, "sides": files.digest(sides)}
+    dim = [*drawn.sizes] if drawn.pairs else drawn.sizes[0]
+    return sides, {"dim": dim, "seed": drawn.seed, "kind": drawn.kind, "sides": None}
 
 
 def _is_new(folder: Path) -> bool:

@@ -17,8 +17,8 @@ def audit(arguments: Namespace) -> None:
         raise ValueError(
             f"audit {folder}: expected a run with privacy, got one without."
         )
-    plan, shape = plan_of(**before["plan"]), Shape(**before["data"]["shape"])
-    step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
+    plan, shape = plan_of(**before["plan"]), Shape(**before["shape"])
+    step, state = setup.audited(settings, shape, plan, before["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
     counts = {"canaries": arguments.canaries, "significance": arguments.significance}
     result = plan.audit(step, state, **counts)

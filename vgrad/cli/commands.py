@@ -15,11 +15,11 @@ from vgrad_command import fail, one_line
 def run(name: str, arguments: Namespace) -> int:
     """Run a command and return the exit status: 2 with one line for bad input."""
     try:
-        module = {"train": "run", "audit": "audit"}.get(name, "evaluate")
+        module = {"train": "run"}.get(name, name)
         with _warnings_in_one_line():
             getattr(import_module(f"vgrad.cli.{module}"), name)(arguments)
     except ModuleNotFoundError as error:
-        of_demo = error.name in ("rich", "matplotlib", "sklearn")
+        of_demo = error.name in ("matplotlib", "sklearn")
         advice = ' Run pip install "vgrad[demo]".' if of_demo else ""
         return fail(f"{error}.{advice}" if advice else str(error))
     except (OSError, ValueError, TypeError, ImportError, UnsupportedOp) as error:

@@ -115,77 +115,61 @@ def _read_npz(path: Path) -> Arrays:
             f"expected arrays of numbers as numpy.savez writes them, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    if missing := [key for key in KEYS if key not in arrays]:
-        raise ValueError(
-            f"expected the keys {', '.join(KEYS)}, but {', '.join(missing)} is missing."
-        )
+    missing = ", ".join(key for key in KEYS if key not in arrays)
+    _check(not missing, f"the keys {', '.join(KEYS)}", f"none of {missing}")
     return arrays
 
 
+def _check(holds: bool, expected: str, actual: object) -> None:
+    if not holds:
+        raise ValueError(f"expected {expected}, got {actual}.")
+
+
 def _checked(arrays: Mapping[str, Any]) -> Dataset:
-    x_train, y_train, x_test, y_test = (
-        _images(key, arrays[key]) if key[0] == "x" else _labels(key, arrays[key])
-        for key in KEYS
-    )
+    x_train, x_test = (_images(key, arrays[key]) for key in ("x_train", "x_test"))
+    y_train, y_test = (_labels(key, arrays[key]) for key in ("y_train", "y_test"))
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise ValueError(
-                f"expected as many labels as images, got {len(y)} in y_{split} and "
-                f"{len(x)} in x_{split}."
-            )
-    if x_train.shape[1:] != x_test.shape[1:]:
-        raise ValueError(
-            f"expected images of one size, got {tuple(x_train.shape[1:])} in x_train "
-            f"and {tuple(x_test.shape[1:])} in x_test."
-        )
+        counts = f"{len(y)} in y_{split} and {len(x)} in x_{split}"
+        _check(len(x) == len(y), "as many labels as images", counts)
+    sizes = tuple(x_train.shape[1:]), tuple(x_test.shape[1:])
+    _check(sizes[0] == sizes[1], "images of one size", f"{sizes[0]} and {sizes[1]}")
     largest = max(int(y_train.max()), int(y_test.max()))
     count = np.asarray(arrays.get("classes", largest + 1))
-    if count.ndim != 0 or count.dtype.kind not in "iu":
-        raise ValueError(
-            f"expected one whole number in classes, got {count.dtype} of shape "
-            f"{count.shape}."
-        )
+    scalar = count.ndim == 0 and count.dtype.kind in "iu"
+    _check(scalar, "one whole number in classes", f"{count.dtype} of {count.shape}")
     classes = int(count)
-    if not 2 <= classes <= _MOST_CLASSES or largest >= classes:
-        raise ValueError(
-            f"expected labels from 0 to classes - 1 of at least two classes and at "
-            f"most {_MOST_CLASSES}, got the label {largest} and {classes} classes."
-        )
+    _check(
+        2 <= classes <= _MOST_CLASSES and largest < classes,
+        f"labels from 0 to classes - 1 of at least two classes and at most "
+        f"{_MOST_CLASSES}",
+        f"the label {largest} and {classes} classes",
+    )
     return Dataset(x_train, y_train, x_test, y_test, classes)
 
 
 def _images(key: str, array: np.ndarray) -> Tensor:  # float32 [N, C, H, W]
-    if array.dtype != np.uint8 and array.dtype.kind != "f":
-        raise ValueError(
-            f"expected floating-point numbers or bytes (uint8) in {key}, got "
-            f"{array.dtype}."
-        )
-    if array.ndim not in (2, 3, 4) or array.size == 0:
-        raise ValueError(
-            f"expected images [N, H, W] or [N, C, H, W], or features [N, F], with no "
-            f"size of zero, in {key}, got shape {array.shape}."
-        )
+    numbers = array.dtype == np.uint8 or array.dtype.kind == "f"
+    expected = f"floating-point numbers or bytes (uint8) in {key}"
+    _check(numbers, expected, array.dtype)
+    shaped = array.ndim in (2, 3, 4) and array.size > 0
+    expected = "images [N, H, W] or [N, C, H, W], or features [N, F], with no size of"
+    _check(shaped, f"{expected} zero, in {key}", f"shape {array.shape}")
     with np.errstate(over="ignore"):  # numbers that do not fit become infinite
         images = torch.from_numpy(array.astype(np.float32))
     if array.dtype == np.uint8:
         images /= 255
-    if not images.isfinite().all():
-        raise ValueError(
-            f"expected finite float32 numbers in {key}, got NaN or infinity."
-        )
+    finite = bool(images.isfinite().all())
+    _check(finite, f"finite float32 numbers in {key}", "NaN or infinity")
     while images.ndim < 4:
         images = images.unsqueeze(1)
     return images
 
 
 def _labels(key: str, array: np.ndarray) -> Tensor:  # int64 [N]
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise ValueError(
-            f"expected whole numbers [N] in {key}, got {array.dtype} of shape "
-            f"{array.shape}."
-        )
-    if array.size and not 0 <= array.min() <= array.max() < 2**31:
-        raise ValueError(
-            f"expected labels from 0 on in {key}, got {array.min()} to {array.max()}."
-        )
+    integers = array.dtype.kind in "iu" and array.ndim == 1
+    _check(integers, f"whole numbers [N] in {key}", f"{array.dtype} of {array.shape}")
+    if array.size:
+        low, high = array.min(), array.max()
+        valid = 0 <= low and high < 2**31
+        _check(valid, f"labels from 0 on in {key}", f"{low} to {high}")
     return torch.from_numpy(array.astype(np.int64))

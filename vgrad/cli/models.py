@@ -20,7 +20,6 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.generators import kept_random_state
 from vgrad.precision import policy_for
 from vgrad.torch_private import kernels
-from vgrad_command import RATES
 
 POLICIES: dict[str, str | None] = {
     "float32": None,
@@ -101,13 +100,15 @@ MODELS = {"cnn": cnn, "mlp": mlp, "resnet": resnet}
 _LEAST = {"cnn": 2, "mlp": 1, "resnet": 4}
 """Pixels on each side, which the pooling of a net needs."""
 
+_RATES = {"cnn": 1.0, "resnet": 0.1, "mlp": 0.25}
+
 _PIXELS = 64
 """In the images for which the learning rates of `cnn` and `resnet` are meant."""
 
 
 def rate(spec: str, shape: Shape) -> float:
     """Return a learning rate at which neither of the two runs diverges."""
-    rate = RATES[spec if spec in MODELS else "a factory"]
+    rate = _RATES[spec] if spec in MODELS else 0.1
     # They flatten the features of all pixels, with whose number the curvature grows.
     if spec in ("cnn", "resnet"):
         rate *= min(1, _PIXELS / (shape.height * shape.width))

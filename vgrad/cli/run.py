@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vgrad import files
 from vgrad.cli import checkpoint, models, report, setup
-from vgrad.cli.checkpoint import FIGURES, Record, States
+from vgrad.cli.checkpoint import Record, States
 from vgrad.cli.evaluate import judge
 from vgrad.cli.settings import Settings, folder_of
 from vgrad.cli.setup import Job, Taken, Trainer
 from vgrad.distributed import RankError, Ranks, replicated
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
+from vgrad.training import saved
 
 _PATIENCE = timedelta(seconds=45)
 """How long a rank waits for another one before it takes it for dead."""
@@ -38,35 +39,46 @@ _PATIENCE = timedelta(seconds=45)
 
 def train(arguments: Namespace) -> None:
     """Start the run that the arguments describe, or go on with one."""
-    with _launched() as mesh:
-        if arguments.resume is None:
-            settings = Settings.started(arguments)
-            _begin(settings, folder_of("--out", arguments.out), mesh)
-        else:
-            _resume(folder_of("--resume", arguments.resume), arguments, mesh)
+    with _launched() as mesh, ExitStack() as locks:
+        ranks = Ranks.of_all("train", mesh)
 
-
-def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
-    ranks = Ranks.of_all("train", mesh)
-    with ExitStack() as locks:
-        with ranks.together("train, its start"):
-            _refuse_taken(folder)  # now, and not after the minutes a plan may take
-            job = setup.prepare(settings, mesh)
-        with ranks.together("train, its folder"):
+        def lock(folder: Path) -> None:
             if ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                files.sync_folder(folder.parent)
                 locks.enter_context(files.locked(folder, "training"))
+
+        if arguments.resume is None:
+            folder = folder_of("--out", arguments.out)
+            with ranks.together("train, its start"):
+                _refuse_taken(folder)  # now, and not after the minutes a plan may take
+                job = setup.prepare(Settings.started(arguments), mesh)
+            with ranks.together("train, its folder"):
+                if ranks.rank == 0:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    files.sync_folder(folder.parent)
+                lock(folder)
                 _refuse_taken(folder)
-        states = {run: trainer.start for run, trainer in job.trainers.items()}
-        if mesh is not None:
-            states = replicated(states, mesh)
-        _run(job, folder, states, {FIGURES[run]: 0 for run in job.trainers}, ranks)
+            states, figures = job.starts(), {run: [] for run in job.trainers}
+            if mesh is not None:
+                states = replicated(states, mesh)
+        else:
+            folder = folder_of("--resume", arguments.resume)
+            with ranks.together("train, its lock"):
+                if not folder.is_dir():
+                    raise FileNotFoundError(
+                        f"--resume {folder}: expected the folder of a run, got none."
+                    )
+                lock(folder)
+            with ranks.together("train, its state"):
+                job, states, figures = _resumed(folder, arguments, mesh)
+            done = int(states.plain.step) == job.ends[-1]
+            if done and (folder / report.CURVES).exists():
+                report.say(f"The run in {folder} is finished; nothing was changed.")
+                return
+        _run(job, folder, states, figures, ranks)
 
 
 def _refuse_taken(folder: Path) -> None:
-    names = (*checkpoint.FILES, *FIGURES.values(), *report.PICTURES, report.PAGE)
-    for name in names:
+    for name in (*checkpoint.FILES, report.CURVES):
         if os.path.lexists(folder / name):
             raise FileExistsError(
                 f"--out {folder}: expected a folder without a run, got one with "
@@ -74,103 +86,52 @@ def _refuse_taken(folder: Path) -> None:
             )
 
 
-def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None:
-    ranks = Ranks.of_all("train", mesh)
-    with ExitStack() as locks:
-        with ranks.together("train, its state"):
-            if not folder.is_dir():
-                raise FileNotFoundError(
-                    f"--resume {folder}: expected the folder of a run, got none there."
-                )
-            if ranks.rank == 0:
-                locks.enter_context(files.locked(folder, "training"))
-        with ranks.together("train, its checks"):
-            job, states, before = _checked(folder, arguments, mesh)
-        lengths = before["lengths"]
-        if before["step"] == job.ends[-1] and (folder / report.PAGE).exists():
-            report.say(f"The run in {folder} is finished; nothing was changed.")
-            return
-        # Nothing is written or cut before all of it has been checked.
-        if ranks.rank == 0:
-            for name, length in lengths.items():
-                checkpoint.cut(folder / name, length)
-        _run(job, folder, states, lengths, ranks)
-
-
-def _checked(
+def _resumed(
     folder: Path, arguments: Namespace, mesh: DeviceMesh | None
-) -> tuple[Job, dict[str, Any], files.Description]:
-    tensors, before = checkpoint.read_state(folder)
+) -> tuple[Job, States, dict[str, list[Record]]]:
+    before = saved.read_meta(folder / checkpoint.STATE).settings
     settings = Settings.recorded(before["arguments"], arguments)
     job = setup.prepare(settings, mesh)
-    checkpoint.check_same(before, job.description)
-    starts = {run: trainer.start for run, trainer in job.trainers.items()}
-    restored = checkpoint.restored(States(**starts), tensors)._asdict()
-    states = {run: restored[run] for run in job.trainers}
+    states, figures = checkpoint.load_states(folder, job.starts(), job.description)
     if job.plan:
-        digest = states["private"].plan_digest
-        check_spent(f"--resume {folder}", job.plan, digest, before["step"])
-    for name, length in before["lengths"].items():
-        checkpoint.read(folder / name, length)
-    return job, states, before
+        step = int(states.private.step)
+        check_spent(f"--resume {folder}", job.plan, states.private.plan_digest, step)
+    return job, states, figures
 
 
 def _run(
     job: Job,
     folder: Path,
-    states: dict[str, Any],
-    lengths: dict[str, int],
+    states: States,
+    figures: dict[str, list[Record]],
     ranks: Ranks,
 ) -> None:
     report.announce(job, ranks.size)
     models.warn_if_slow(job.settings.precision, job.settings.device)
     # After a kill the files that follow from the state may be one epoch behind it.
     if ranks.rank == 0:
-        _save(job, folder, states, lengths)
-    slower = next(iter(job.trainers))  # private SGD, which the bar follows
-    with report.display(job.ends[-1], len(job.ends)) as (show_step, show_epoch):
-        for number, end in enumerate(job.ends, start=1):
-            if end <= int(states["plain"].step):
-                continue
-            results = {
-                run: _epoch(
-                    job, trainer, states[run], end, show_step if run == slower else None
-                )
-                for run, trainer in job.trainers.items()
-            }
-            states = {run: state for run, (state, _) in results.items()}
-            records = {run: record for run, (_, record) in results.items()}
-            with ranks.together("train, its files"):
-                if ranks.rank == 0:
-                    lengths = {
-                        FIGURES[run]: checkpoint.append(folder / FIGURES[run], record)
-                        for run, record in records.items()
-                    }
-                    _save(job, folder, states, lengths)
-            show_epoch(number, records)
-    with ranks.together("train, its pictures"):
+        _save(job, folder, states, figures)
+    for number, end in enumerate(job.ends, start=1):
+        if end <= int(states.plain.step):
+            continue
+        for run, trainer in job.trainers.items():
+            state, record = _epoch(job, trainer, getattr(states, run), end)
+            states = states._replace(**{run: state})
+            figures[run].append(record)
+        with ranks.together("train, its files"):
+            if ranks.rank == 0:
+                _save(job, folder, states, figures)
+        report.show_epoch(f"{number}/{len(job.ends)}", figures)
+    with ranks.together("train, its picture"):
         if ranks.rank == 0:
-            figures = {
-                run: checkpoint.read(folder / name, lengths[name])
-                for run, name in FIGURES.items()
-                if run in job.trainers
-            }
-            report.finish(folder, job, states, figures)
+            report.finish(folder, job, figures)
 
 
-def _epoch(
-    job: Job,
-    trainer: Trainer,
-    state: Any,
-    end: int,
-    show: Callable[[int], None] | None,
-) -> tuple[Any, Record]:
+def _epoch(job: Job, trainer: Trainer, state: Any, end: int) -> tuple[Any, Record]:
     total, started = Taken(torch.zeros(()), 0, torch.zeros(())), time.perf_counter()
-    while (step := int(state.step)) < end:
+    while int(state.step) < end:
         state, sums = trainer.advance(state, job.data)
         total = total.plus(sums)
-        if show is not None:
-            show(step + 1)
     samples = total.samples
     loss = total.loss.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
@@ -194,26 +155,22 @@ def _epoch(
 
 
 def _save(
-    job: Job, folder: Path, states: dict[str, Any], lengths: dict[str, int]
+    job: Job, folder: Path, states: States, figures: dict[str, list[Record]]
 ) -> None:
-    step = int(states["plain"].step)
-    progress = {"step": step, "lengths": lengths}
-    checkpoint.save_state(folder, States(**states), {**job.description, **progress})
+    checkpoint.save(folder, states, figures, job.description)
     run = next(iter(job.trainers))
+    released, step = getattr(states, run), int(states.plain.step)
     claimed = not job.settings.reproducible_noise
     description = {
         "model": job.settings.model,
+        "members": job.settings.members,
         "precision": job.settings.precision,
         "shape": job.data.shape._asdict(),
         "seed": job.settings.seed,
         "step": step,
         "epsilon": job.trainers[run].epsilon(step) if claimed else None,
-        "delta": job.plan.delta if job.plan else None,
         "plan": asdict(job.plan) if job.plan else None,
     }
-    if job.settings.members > 1:
-        description["members"] = job.settings.members
-    released = states[run]
     checkpoint.save_model(folder, released.params, released.buffers, description)
 
 

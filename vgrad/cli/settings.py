@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,12 @@ import vgrad_command
 from vgrad import checks
 from vgrad.cli import models
 from vgrad.cli.models import Shape
-from vgrad_command import BATCH, NAMES, spelled
+from vgrad_command import NAMES, spelled
+
+BATCH = 720
+"""Samples in a batch, where the data have twice as many."""
 
 _OF_PRIVACY = "epsilon delta max_norm noise max_batch_size reproducible_noise".split()
-
-_OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
-"""The options that fields of a plan of another name follow from."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +87,10 @@ class Settings(vgrad_command.Options):
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
         return replace(self, batch_size=batch, lr=lr)
 
-    def spelling(self, message: str) -> str:
-        """Return a message about fields of a plan with the options that make them."""
-        call, _, reason = message.rpartition("): ")
-        fields: list[str] = re.findall(r"(\w+)=", call)
-        names = [_OF_FIELDS.get(name, name) for name in fields]
-        options = dict.fromkeys(name for name in names if name in NAMES)
-        typed = " ".join(f"{spelled(name)} {getattr(self, name)}" for name in options)
-
-        def option(word: re.Match) -> str:
-            name, value = word.groups()
-            if name not in NAMES or not (value or "_" in name):
-                return word[0]
-            return f"{spelled(name)} {value}" if value else spelled(name)
-
-        reason = re.sub(r"""\b(\w+)(?:=["'](\w+)["'])?""", option, reason)
-        return f"{typed}: {reason}"
+    def of_plan(self) -> str:
+        """Return the options on which the plan of a private run depends, as typed."""
+        names = (*_OF_PRIVACY[:-1], "epochs", "batch_size")
+        return " ".join(f"{spelled(name)} {getattr(self, name)}" for name in names)
 
 
 def _typed(arguments: Namespace) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 
 from vgrad import dp, optim, tree
 from vgrad.cli import data, models
+from vgrad.cli.checkpoint import States
 from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
 from vgrad.cli.models import Shape
 from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
 from vgrad.distributed import Ranks, data_parallel
-from vgrad.ensemble.gradients import ensemble_grad
 from vgrad.ensemble.prediction import ensemble_forward
 from vgrad.ensemble.stacking import member_seed, stack
 from vgrad.files import Description
@@ -35,7 +35,6 @@ from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import fold_in, kept_random_state, torch_seed
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.training import (
     EnsembleState,
@@ -44,9 +43,8 @@ from vgrad.training import (
     private_step,
     train_step,
 )
-from vgrad.typing import Buffers, EnsembleStrategy, Params
+from vgrad.typing import Buffers, Params
 
-STRATEGY = "auto"
 _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
@@ -90,6 +88,10 @@ class Job(NamedTuple):
     scores: Callable[[Params, Buffers, Tensor], Tensor]  # -> [N, C] or [E, N, C]
     description: Description  # entries that must be the same when the run goes on
 
+    def starts(self) -> States:
+        """Return the states before the first step."""
+        return States(**{run: x.start for run, x in self.trainers.items()})
+
 
 def prepare(settings: Settings, mesh: DeviceMesh | None = None) -> Job:
     """Read the data, make the model or the members, plan the noise; write nothing."""
@@ -108,34 +110,34 @@ def prepare(settings: Settings, mesh: DeviceMesh | None = None) -> Job:
     images = torch.zeros(2, *dataset.shape[:3], device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     model = _tried(settings, modules[0], dataset.classes, images, labels)
-    forms, strategy, plan = {}, None, None
     if count > 1:
         model = stack(module.train().to(device) for module in modules)
-        forms["strategy of members"] = strategy = _strategy(
-            settings, model, images, labels
-        )
     scores = models.under(settings.precision, model[0].eval())
-    trainers = {"plain": _plain(settings, dataset, model, strategy, mesh)}
-    if strategy is not None:
-        scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
+    trainers = {"plain": _plain(settings, dataset, model, mesh)}
+    plan, rows = None, None
+    if count > 1:
+        scores = ensemble_forward(scores, chunk_size=ROWS)
     else:
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
         gradient = sum(t.numel() * t.element_size() for t in model[1].values())
         rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
-        forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends[-1])
         private = _private(settings, model, plan, rows, mesh)
         trainers = {"private": private, **trainers}
-    return Job(
-        settings,
-        tree.to_device(dataset, device),
-        plan,
-        ends,
-        trainers,
-        scores,
-        _described(settings, dataset, plan, forms),
-    )
+    description = {
+        "arguments": dataclasses.asdict(settings),
+        "plan": plan and dataclasses.asdict(plan),
+        "sha256 of the data": data.digest(dataset),
+        "held-out samples": len(dataset.y_test),
+        "shape": dataset.shape._asdict(),
+        "sha256 of the model's file": models.source_digest(settings.model),
+        "chunk_size": rows,
+        **_machine(settings),
+    }
+    description = json.loads(json.dumps(description))
+    dataset = tree.to_device(dataset, device)
+    return Job(settings, dataset, plan, ends, trainers, scores, description)
 
 
 def planned(settings: Settings, size: int, steps: int) -> dp.Plan:
@@ -156,7 +158,7 @@ def planned(settings: Settings, size: int, steps: int) -> dp.Plan:
             **fields,
         )
     except ValueError as error:
-        raise ValueError(settings.spelling(str(error))) from error
+        raise ValueError(f"{settings.of_plan()}: {error}") from error
 
 
 def _tried(
@@ -185,24 +187,6 @@ def _tried(
             f"{type(error).__name__}: {error}"
         ) from error
     return fmodel, params, buffers
-
-
-def _strategy(
-    settings: Settings, model: Model, images: Tensor, labels: Tensor
-) -> EnsembleStrategy:
-    # The cheapest, or the loop where an op cannot be batched.
-    fmodel, params, buffers = model
-    loss = batch_loss(models.under(settings.precision, fmodel), F.cross_entropy)
-    compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
-    images, labels = (
-        torch.stack(settings.members * [tensor]) for tensor in (images, labels)
-    )
-    with kept_random_state([images]):
-        try:
-            compute(params, buffers, images, labels)
-        except UnsupportedOp:
-            return "loop"
-    return "auto"
 
 
 # The loss scales are the defaults of the steps. They are given here so that a state
@@ -235,7 +219,6 @@ def _private_start(
         sample_loss(fmodel, F.cross_entropy),
         tx,
         plan,
-        strategy=STRATEGY,
         chunk_size=rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
@@ -262,7 +245,6 @@ def _plain(
     settings: Settings,
     dataset: Dataset,
     model: Model,
-    strategy: EnsembleStrategy | None,
     mesh: DeviceMesh | None,
 ) -> Trainer:
     fmodel, params, buffers = model
@@ -270,10 +252,10 @@ def _plain(
     loss = batch_loss(fmodel, F.cross_entropy)
     create: Callable[..., Any] = TrainState.create
     step: Callable[..., Any] = train_step(loss, tx, policy=policy)
-    if strategy is not None:
-        create, options = EnsembleState.create, {"strategy": strategy, "policy": policy}
-        step = ensemble_train_step(loss, tx, in_dims=0, **options)
     size, members = len(dataset.y_train), settings.members
+    if members > 1:
+        create = EnsembleState.create
+        step = ensemble_train_step(loss, tx, in_dims=0, policy=policy)
 
     def draw(state: Any) -> Tensor:
         seed = torch_seed(state.key, "batch", int(state.step))
@@ -283,7 +265,7 @@ def _plain(
         return index if members > 1 else index[0]
 
     ranks = Ranks.of_all("train", mesh).size
-    if strategy is not None or buffers or settings.batch_size % ranks:
+    if members > 1 or buffers or settings.batch_size % ranks:
         mesh = None  # all of a batch on every rank
     scale = DynamicLossScale() if settings.precision == "float16" else None
     state = create(tx, params, buffers, loss_scale=scale)
@@ -313,9 +295,8 @@ def _advance(
     return run
 
 
-def _described(
-    settings: Settings, dataset: Dataset, plan: dp.Plan | None, forms: Description
-) -> Description:
+def _machine(settings: Settings) -> dict[str, Any]:
+    """Describe the machine, on which rounding depends."""
     on_cuda = settings.device.startswith("cuda")
     machine = {
         "torch": torch.__version__,
@@ -325,16 +306,4 @@ def _described(
     }
     if settings.precision != "float32":
         machine["instructions in low precision"] = models.instructions()
-    description = {
-        "arguments": dataclasses.asdict(settings),
-        "data": {
-            "sha256": data.digest(dataset),
-            "held_out_samples": len(dataset.y_test),
-            "shape": dataset.shape._asdict(),
-        },
-        "plan": {} if plan is None else dataclasses.asdict(plan),
-        "model": {"source_sha256": models.source_digest(settings.model)},
-        "machine": machine,
-        "forms": forms,
-    }
-    return json.loads(json.dumps(description))
+    return machine

@@ -77,27 +77,21 @@ def compile(
 
     Where one of them is missing, or is not verified, there is a warning, and replay.
 
-    The loss is a pure function. A graph holds for shapes, strides, dtypes and devices
-    of all arguments, for torch's switches, and for plain values and containers in
-    closures, default arguments, globals that the loss names, chains that it spells
-    (`config.beta`, `hp["beta"]`, `self.beta`), and attributes of modules: all of them
-    are compared at every call, and where one has changed, there is a new capture.
-    Anything deeper is a constant; `.clear()` of the result forgets all captures.
-    Tensors that the loss closes over are read at every call; learning rates in the
-    optimizer's state and loss scales are inputs.
+    The loss is a pure function. Compared at every call, with a new capture where one
+    has changed: shapes, strides, dtypes and devices of all arguments, torch's switches,
+    and plain values and containers in closures, default arguments, globals that the
+    loss names, chains that it spells (`config.beta`, `hp["beta"]`, `self.beta`), and
+    attributes of modules. Anything deeper is a constant; `.clear()` of the result
+    forgets all captures. The values of tensors are read at every call.
 
-    Code that a graph cannot repeat runs in eager mode, with one warning that says why,
-    or raises with `fallback="error"`: Python that reads values of tensors in a loss of
-    a batch, draws from Python's generators or changes values that it closes over; an op
-    that takes the value of a tensor for a number, such as an index; the strategy
-    `"loop"`; a call inside a transform of torch.func or under a mode; more than 16
-    captures of one function. A loss of one sample may read values that all samples
+    Code that a graph cannot repeat (`docs/compiling.md` has a list), and calls beyond
+    16 captures of one function, run in eager mode, with one warning that says why, or
+    raise with `fallback="error"`. A loss of one sample may read values that all samples
     share. Where samples differ, it runs in eager mode, part by part.
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random
-    numbers. Gradients of nothing but zeros may be in doubt too. After three such calls
-    in a row the graph is given up, with a warning.
+    numbers. After three such calls in a row the graph is given up, with a warning.
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which
@@ -106,11 +100,12 @@ def compile(
     mode. Elsewhere random numbers are drawn as in eager mode on the filled up batch.
 
     With `verify=True` results of each capture are compared with eager mode: the first,
-    and the results of calls 2, 4, 8, ... All bits of a replay must be equal; the error
-    of compiled code against the function in float64 must be at most four times the
-    error of eager mode. So must the error of a replay on a device whose kernels may add
-    up in another order each time. A capture that no longer agrees is dropped, with a
-    warning; a private step raises, before it releases anything.
+    and the results of calls 2, 4, 8, ... All bits of a replay must be equal. Compiled
+    code, and a replay on a device that adds up in another order each time, may be as
+    far from eager mode as rounding explains: 6e-5 of a tensor's largest number in
+    float32, or eight times as far as eager mode moves with arguments that differ by
+    rounding. A capture that no longer agrees is dropped, with a warning; a private
+    step raises, before it releases anything.
 
     Results are constants: to differentiate them again raises.
 

@@ -1,6 +1,5 @@
 """The code that runs a graph: compiled, a CUDA graph, and the fastest of them."""
 
-import operator
 import statistics
 import threading
 import time
@@ -9,14 +8,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from vgrad import overlaps
 from vgrad.compiled.graph import Graph
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
-from vgrad.torch_private.tensors import may_draw, named
+from vgrad.torch_private.tensors import may_draw
 from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
@@ -80,8 +79,8 @@ def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
         )
     try:
         inputs = [*tensors, *graph.closed]
-        small = graph.largest <= _SMALL
-        return tracing.compiled(graph.module, inputs, small=small)
+        sizes = (place.shape.numel() for place in graph.places.values())
+        return tracing.compiled(graph.module, inputs, small=max(sizes) <= _SMALL)
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
         raise Unrepeatable(f"Inductor fails: {line}") from error
@@ -132,18 +131,17 @@ def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
 
 
 def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into others, one launch for each device and dtype."""
-    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for one, other in zip(into, tensors, strict=True):
-        ones, others = kinds.setdefault((one.device, one.dtype), ([], []))
-        ones.append(one)
-        others.append(other)
-    for pair in kinds.values():
-        copy_all_(*pair)
+    """Copy tensors of a device into others, one launch for each dtype."""
+    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in zip(into, tensors, strict=True):
+        kinds.setdefault(pair[0].dtype, []).append(pair)
+    for pairs in kinds.values():
+        ones, others = zip(*pairs, strict=True)
+        copy_all_(ones, others)
 
 
 def check_recordable(graph: Graph, inputs: Sequence[Tensor]) -> None:
-    """Refuse graphs of which a recording would repeat a part alone."""
+    """Refuse graphs that torch records, but that a launch would not repeat."""
     places = {each.device for each in inputs}
     if len(places) != 1 or not records_graphs(*places):
         where = sorted(map(str, places)) or "none"
@@ -153,30 +151,11 @@ def check_recordable(graph: Graph, inputs: Sequence[Tensor]) -> None:
         )
     if any(each.is_conj() or each.is_neg() for each in inputs):
         raise Unrepeatable("an argument is a conjugate or negative view")
-    fixed: set[fx.Node] = set()  # ops that always compute the same may run once
-    for node in graph.module.graph.nodes:
-        if node.op == "get_attr" or (
-            node.op == "call_function"
-            and fixed.issuperset(node.all_input_nodes)
-            and not may_draw(node.target)
-        ):
-            fixed.add(node)
-        here = node not in graph.places or graph.places[node].device in places
-        # Attention leaves its seeds on the host, which nothing reads without dropout.
-        fine = here or node in fixed or node.op == "placeholder" or _is_seed(node)
-        if not fine:
-            where = graph.places[node].device
-            raise Unrepeatable(f"{node.target} computes on {where}")
     if any(node.op == "placeholder" for node in graph.written):
         raise Unrepeatable("it writes into an argument")
-
-
-def _is_seed(node: fx.Node) -> bool:
-    """Return whether a node is a result of attention without dropout."""
-    op: Any = node.args[0] if node.target is operator.getitem else node
-    if "scaled_dot_product" not in str(op.target):
-        return False
-    return named(op.target, op.args, op.kwargs).get("dropout_p") == 0
+    for node, place in graph.places.items():
+        if may_draw(node.target) and place.device not in places:
+            raise Unrepeatable(f"{node.target} draws on {place.device}")
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from vgrad import batches, checks, tree
 from vgrad.compiled import backends, verification
 from vgrad.compiled.graph import Graph, captured, replayed
-from vgrad.compiled.guards import Signature, description, in_words, signature
+from vgrad.compiled.guards import Signature, description, signature
 from vgrad.conditions import Unrepeatable
 from vgrad.dp.plan import Plan
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
@@ -65,7 +64,7 @@ class CaptureReport(Report):
         build_seconds: the time of the capture, compilation included.
         calls: how often the graph ran.
         redos: how often its result was dropped and computed in eager mode.
-        key: dtypes and shapes of the last arguments, and dtypes of autocast.
+        key: dtypes and shapes of the last three arguments.
     """
 
     name: str
@@ -111,51 +110,46 @@ class CompiledExplanation(Report):
 @dataclasses.dataclass(eq=False)
 class _Capture:
     function: Callable
-    signature: tuple
+    key: list[Any]  # of its signature
     matches: Callable[..., bool]  # whether tensors are like the first ones
     report: dict[str, Any]  # entries of it
-    differentiable: bool  # in eager mode, so that a derivative must raise
+    differentiable: bool = False  # in eager mode, so that a derivative must raise
     graph: Graph | None = None  # None if there is none, or it was given up
-    run: backends.Run | None = None
+    run: Any = None  # the backend's function
     verified: bool = False  # whether a result was compared
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
 
 
+@dataclasses.dataclass(eq=False)
 class Captures:
     """Runs functions as graphs, each captured at its first call of a kind.
 
     Where `private`, a graph that no longer agrees with eager mode raises.
     """
 
-    def __init__(
-        self,
-        backend: Backend | Mapping[str, str],
-        fallback: Fallback,
-        *,
-        verify: bool,
-        private: bool = False,
-    ) -> None:
-        names = [*backend.values()] if isinstance(backend, Mapping) else [backend]
+    backend: Backend | Mapping[str, str]
+    fallback: Fallback
+    verify: bool = True
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        chosen = self.backend
+        names = [*chosen.values()] if isinstance(chosen, Mapping) else [chosen]
         for name in names:
             checks.choice("compile", get_args(Backend), backend=name)
-        checks.choice("compile", get_args(Fallback), fallback=fallback)
-        self._backend = backend
+        checks.choice("compile", get_args(Fallback), fallback=self.fallback)
         self.compiles = not {"inductor", "auto"}.isdisjoint(names)
-        self._fallback = fallback
-        self._verify, self._private = verify, private
-        self._captures: list[_Capture] = []
-        self._warned: set[str] = set()
+        self.clear()
 
-    def __reduce__(self) -> tuple:
-        options = self._backend, self._fallback
-        more = {"verify": self._verify, "private": self._private}
-        return partial(Captures, **more), options
+    def __copy__(self) -> "Captures":
+        return replace(self)
 
     def clear(self) -> None:
         """Forget all captures."""
-        self._captures, self._warned = [], set()
+        self._captures: list[_Capture] = []
+        self._warned: set[str] = set()
 
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
@@ -170,7 +164,6 @@ class Captures:
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Return the result of a function: of its graph, or in eager mode."""
-        tensors: list[Tensor] = []
         try:
             # The mode of `torch.set_default_device` only matters to new tensors.
             around = (type(each) for each in modes.function_modes())
@@ -183,7 +176,7 @@ class Captures:
                 raise Unrepeatable(
                     "a transform of torch.func or a mode is on around it"
                 )
-            call = signature(arguments, tensors)
+            call = signature(arguments)
         except Unrepeatable as error:
             self.refuse(function, error)
             return function(*arguments)
@@ -192,22 +185,24 @@ class Captures:
             with RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None:
-                    return self._first(function, call, arguments, tensors)
-        return self._run(capture, arguments, tensors)
+                    return self._first(function, call, arguments)
+        if capture.graph is None:
+            return function(*arguments)
+        return self._run(capture, capture.graph, arguments, call.tensors)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
         """Return the capture of a kind, if all that it closes over is as it was."""
         for capture in self._captures:
-            if capture.signature == call.key and capture.matches(*call.distinct):
-                if capture.function == function:
-                    if capture.graph is None or capture.graph.values.hold():
-                        return capture
+            alike = capture.function == function and capture.key == call.key
+            if alike and capture.matches(*call.distinct):
+                if capture.graph is None or capture.graph.values.hold():
+                    return capture
         return None
 
     def refuse(self, function: Callable, why: Unrepeatable | str) -> None:
         """Warn once that a function runs in eager mode, or raise."""
         text = f"compile({_name_of(function)}): runs in eager mode, since {why}."
-        if self._fallback == "error":
+        if self.fallback == "error":
             cause = why if isinstance(why, Unrepeatable) else None
             raise RuntimeError(
                 f"{text} Expected something that can be captured. Change it, or pass "
@@ -220,73 +215,68 @@ class Captures:
             self._warned.add(text)
             warnings.warn(text, CompileWarning, stacklevel=2)
 
-    def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
-        """Run a graph, and then the function itself where the flag is up."""
-        graph, run = capture.graph, capture.run
-        if graph is None or run is None:
-            return capture.function(*arguments)
-        calls = capture.calls + 1
-        looks = not capture.verified or not calls & (calls - 1)  # a power of two
-        looks &= self._verify
-        with RNG_LOCK if graph.draws or looks else nullcontext():
-            before = random_state(tensors) if graph.draws or looks else None
-            result = backends.result(run, graph, tensors)
-            capture.calls = calls
+    def _run(
+        self, capture: _Capture, graph: Graph, arguments: tuple, tensors: list[Tensor]
+    ) -> Any:
+        """Run a graph, and then the function itself where the result is dropped."""
+        number = capture.calls + 1
+        compares = not capture.verified or not number & (number - 1)  # a power of two
+        compares &= self.verify
+        with RNG_LOCK if graph.draws or compares else nullcontext():
+            before = random_state(tensors) if graph.draws or compares else None
+            result = backends.result(capture.run, graph, tensors)
+            capture.calls = number
+            agrees = result is not None
+            if agrees and compares and before is not None:
+                given = capture, graph, arguments, tensors
+                agrees = self._agrees(*given, before, result)
+            if agrees:
+                capture.in_a_row = 0
+                # A derivative of a constant raises.
+                constants = capture.differentiable
+                return constant("compile", result, tensors) if constants else result
+            if before is not None:
+                set_random_state(before)
             if result is None:
-                if before is not None:
-                    set_random_state(before)
                 capture.redos += 1
                 capture.in_a_row += 1
                 if capture.in_a_row == _IN_A_ROW:
                     text = f"{_IN_A_ROW} calls in a row had doubtful samples, or ones"
                     self._give_up(capture, f"{text} that {DIFFER}")
-                return capture.function(*arguments)
-            capture.in_a_row = 0
-            if before is not None and looks:
-                given = graph, run, arguments, tensors
-                result = self._compared(capture, *given, before, result)
-        if capture.differentiable:  # it is a constant
-            return constant("compile", result, tensors)
-        return result
+            return capture.function(*arguments)
 
-    def _compared(
+    def _agrees(
         self,
         capture: _Capture,
         graph: Graph,
-        run: backends.Run,
         arguments: tuple,
         tensors: list[Tensor],
         before: RandomState,
         result: Any,
-    ) -> Any:
-        """Return a result if it agrees with eager mode; if not, eager mode's."""
+    ) -> bool:
+        """Return whether a result is eager mode's; if not, the graph is dropped."""
         after = random_state(tensors)
-
-        def fast(*inputs: Any) -> Any:
-            set_random_state(before)
-            return backends.result(run, graph, tree.tensors(inputs))
 
         def eager(*inputs: Any) -> Any:
             set_random_state(before)
             return capture.function(*inputs)
 
-        own: Any = {"draws": graph.draws, "closed": graph.closed}
+        both = result, eager(*arguments)
         try:
             if capture.report["backend"] == "inductor":
-                verification.close(fast, eager, arguments, **own)
+                verification.close(*both, eager, arguments)
             else:
-                both, first = (result, eager(*arguments)), not capture.verified
-                verification.replays(*both, fast, eager, arguments, first=first, **own)
+                first = not capture.verified
+                verification.replays(*both, eager, arguments, first=first)
         except Unrepeatable as error:
             self._drop(capture, graph, error)
-            set_random_state(before)
-            return capture.function(*arguments)
+            return False
         capture.verified = True
         set_random_state(after)
-        return result
+        return True
 
     def _drop(self, capture: _Capture, graph: Graph, error: Unrepeatable) -> None:
-        """Give up a graph that does not agree with eager mode."""
+        """Give up a graph that does not agree with eager mode, or its backend."""
         name = capture.report["name"]
         if capture.verified:
             text = (
@@ -295,7 +285,7 @@ class Captures:
                 f"something from call to call. Make the value a buffer, or call "
                 f".clear() after a change"
             )
-            if self._private:
+            if self.private:
                 raise RuntimeError(
                     f"compile({name}): expected a graph that agrees with eager mode, "
                     f"but {text}. Nothing of this step was released."
@@ -313,40 +303,33 @@ class Captures:
         capture.report |= {"backend": "eager", "why": str(why)}
         self.refuse(capture.function, why)
 
-    def _first(
-        self,
-        function: Callable,
-        call: Signature,
-        arguments: tuple,
-        tensors: list[Tensor],
-    ) -> Any:
+    def _first(self, function: Callable, call: Signature, arguments: tuple) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
-        before, matches = random_state(tensors), like(call.distinct)
-        described = repr((call.key[0], [*map(description, call.distinct)]))
-        expected = split = None
-        try:
-            expected = function(*arguments)
-        except SplitBatch as error:
-            if len(error.parts.rows) == 1:  # another strategy runs it
-                raise
-            split = error
-        known = [x for x in self._captures if x.graph and x.function == function]
-        if len(known) >= _MOST and split is None:
-            self.refuse(function, f"there are {_MOST} captures already")
-            return expected
+        tensors, before = call.tensors, random_state(call.tensors)
+        kind = repr([*map(description, tensors)]).encode()
         report: dict[str, Any] = {
             "name": _name_of(function),
             "backend": "eager",
-            "kind": hashlib.blake2b(described.encode(), digest_size=8).hexdigest(),
-            "key": in_words(call.distinct),
+            "kind": hashlib.blake2b(kind, digest_size=8).hexdigest(),
+            "key": ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors[-3:]),
         }
-        wanted = any([each.requires_grad for each in tree.tensors(expected)])
-        capture = _Capture(function, call.key, matches, report, wanted)
+        capture = _Capture(function, call.key, like(call.distinct), report)
+        try:
+            expected = function(*arguments)
+        except SplitBatch as error:
+            if len(error.parts.rows) > 1:  # otherwise another strategy runs it
+                self._captures.append(capture)
+                self._give_up(capture, f"samples {DIFFER} at {error.parts.where}")
+            raise
+        known = [x for x in self._captures if x.graph and x.function == function]
+        if len(known) >= _MOST:
+            self.refuse(function, f"there are {_MOST} captures already")
+            return expected
+        wanted = [each.requires_grad for each in tree.tensors(expected)]
+        capture.differentiable = any(wanted)
         self._captures.append(capture)
         after, start = random_state(tensors), time.perf_counter()
         try:
-            if split is not None:
-                raise Unrepeatable(f"samples {DIFFER} at {split.parts.where}")
             set_random_state(before)
             graph = captured(function, arguments)
             report["nodes"] = graph.nodes
@@ -360,28 +343,25 @@ class Captures:
         finally:
             report["build_seconds"] = time.perf_counter() - start
             set_random_state(after)
-        if split is not None:
-            raise split
         return expected
 
     def _choose(self, capture: _Capture, graph: Graph, tensors: list[Tensor]) -> None:
         """Choose the backend of a graph."""
-        report, backend, why = capture.report, self._backend, "as asked for"
+        report, backend, why = capture.report, self.backend, "as asked for"
         if isinstance(backend, Mapping):
             backend, why = backend.get(report["kind"], "replay"), "as chosen before"
         runs: dict[str, backends.Run] = {"replay": replayed(graph)}
-        refused: dict[str, str] = {}
-        for name in backends.tried(backend, tensors):
+        tried = backends.tried(backend, tensors)
+        for name in tried:
             try:
                 if name == "cudagraph":
                     runs[name] = backends.recorded(runs["replay"], graph, tensors)
                 else:
                     runs[name] = backends.compiled(graph, tensors)
             except Unrepeatable as error:
-                refused[name] = why = str(error)
-        for name, text in refused.items():
-            does = "replays" if len(runs) == 1 else f"does without {name}"
-            self._warn(f"compile({report['name']}): {does}, since {text}.")
+                why = str(error)
+                does = f"does without {name}" if tried[1:] else "replays"
+                self._warn(f"compile({report['name']}): {does}, since {why}.")
         if backend == "auto" and len(runs) > 1:
             backend, why = backends.fastest(graph, tensors, runs)
         backend = backend if backend in runs else "replay"
@@ -442,46 +422,32 @@ class Captured:
         """Compute the quantity of a batch."""
         # Other ranks take part outside of the graphs: a graph is of one chunk, and the
         # batch the part of one of the ranks.
-        options, batch, mask = self.plain.options, inputs.batch, inputs.mask
-        plain = self.batch_sizes is None and mask is None and across is None
-        if plain and options.chunk_size is None and options.strategy != "loop":
-            first = batch[0] if batch else None
-            if isinstance(first, Tensor) and first.ndim and len(first):
-                return self.captures(self.plain.run, inputs)
-        size = batches.read(options.function, batch).size
-        if mask is not None:
-            batches.check_mask(options.function, mask, size)
-        if size and options.strategy != "loop":
-            return self._padded(inputs, size, across)
-        if size:
-            self.captures.refuse(self.plain, 'strategy="loop" runs any Python')
-        return eager(self.plain, inputs, across)
-
-    def _padded(self, inputs: Inputs, size: int, across: Across | None) -> Any:
-        """Fill up a batch and run it, in parts where it is large."""
-        transform, limit = self.plain, size
-        rows: Any = inputs.mask
+        plain, rows = self.plain, inputs.mask
+        options = plain.options
+        size = limit = batches.read(options.function, inputs.batch).size
+        if rows is not None:
+            batches.check_mask(options.function, rows, size)
+        if not size or options.strategy == "loop":
+            if size:
+                self.captures.refuse(plain, 'strategy="loop" runs any Python')
+            return eager(plain, inputs, across)
         if self.batch_sizes is not None:
             ranks = 1 if across is None else across.size
             sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
-            total = padded_size(size, sizes)
+            limit, total = sizes[-1], padded_size(size, sizes)
             if inputs.weights is not None:
                 check_weights(inputs.weights, size)
             inputs = inputs.padded(size, total)
             rows = slice(size) if rows is None else inputs.mask
-            size, limit = total, min(total, sizes[-1])
-        if transform.options.chunk_size is not None:
-            call = transform.options.on(inputs)
-            limit = min(limit, at_a_time(call) or limit)
-        chunked = transform.quantity.chunked
-        if across is None and (size <= limit or not chunked):
-            result = self.captures(transform.run, inputs)
+            size = total
+        if options.chunk_size is not None:
+            limit = min(limit, at_a_time(options.on(inputs)) or limit)
+        if across is None and (size <= limit or not plain.quantity.chunked):
+            result = self.captures(plain.run, inputs)
         else:
-            call = replace(transform.options, chunk_size=limit).on(inputs)
-            result = transform.evaluate(call, across, self._chunk)
-        return (
-            result if inputs.mask is None else transform.selected(result, rows, inputs)
-        )
+            call = replace(options, chunk_size=min(limit, size)).on(inputs)
+            result = plain.evaluate(call, across, self._chunk)
+        return result if inputs.mask is None else plain.selected(result, rows, inputs)
 
     def _chunk(self, call: Call) -> Chunk:
         batch = call.batch.sample(tuple(call.batch.tensors))
@@ -497,7 +463,9 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
             f"compile(batch_sizes={batch_sizes!r}): expected at least one size in a "
             f"list, such as [256, 320]."
         )
-    sizes = (checks.whole("compile", least=1, batch_sizes=size) for size in batch_sizes)
+    sizes = (
+        checks.integers("compile", minimum=1, batch_sizes=size) for size in batch_sizes
+    )
     return tuple(sorted({number for numbers in sizes for number in numbers}))
 
 

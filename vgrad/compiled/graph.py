@@ -3,12 +3,10 @@
 import operator
 import random
 import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from vgrad import conditions, tree
 from vgrad.compiled.guards import Closure
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import random_state
-from vgrad.loss.values import is_library
+from vgrad.loss.values import stopped_at
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import default_generator
 from vgrad.torch_private.tensors import (
@@ -32,7 +30,6 @@ from vgrad.torch_private.tensors import (
     may_draw,
     memory,
     op_name,
-    with_attributes,
     writes,
 )
 from vgrad.torch_private.tracing import DispatchMode, Tensors, TensorWeakRef
@@ -61,14 +58,8 @@ class Graph(NamedTuple):
     template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # tensors of the closure, further inputs
     values: Closure  # that must not have changed
-    functions: list[Any]  # among arguments; no other gets the id of one kept here
     nodes: int
     draws: bool  # whether there are random ops
-
-    @property
-    def largest(self) -> int:
-        """How many numbers the largest tensor has."""
-        return max(place.shape.numel() for place in self.places.values())
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
@@ -82,44 +73,36 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     The last output of the graph is a flag: whether one of the conditions holds that
     were taken not to. Then its other outputs are not to be used.
     """
-    leaves, spec = tree.tree_flatten(arguments)
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    kept: dict[str, Any] = {}
-    empty = torch.empty(0)
-    functions = [leaf for leaf in leaves if callable(leaf) or isinstance(leaf, Enum)]
-    held = [vars(leaf) for leaf in tensors if vars(leaf)]
-    values = Closure([function, *functions], held)
-    functions += held
-    inputs = _stand_ins(tensors)
-    tape = _Tape(inputs)
-
-    def run() -> list[Tensor]:
-        own = list(leaves)
-        for place, tensor in zip(places, inputs, strict=True):
-            own[place] = tensor
-        # Backward passes run here, and not in a GPU's thread, which has no mode.
-        alone = torch.autograd.set_multithreading_enabled(False)
-        draws = _Draws(leaves)
-        around = torch.no_grad(), alone, _NoValues(), tape, draws
+    tensors, leaves = tree.tensors(arguments), tree.tree_leaves(arguments)
+    values, inputs = Closure([function, *filter(callable, leaves)]), _stand_ins(tensors)
+    tape, draws, empty = _Tape(inputs), _Draws(tensors), torch.empty(0)
+    before = random.getstate(), str(np.random.get_state())
+    try:
         with ExitStack() as stack, conditions.collect_checks() as found:
-            for each in around:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
+            # Backward passes run here, and not in a GPU's thread, which has no mode.
+            alone = torch.autograd.set_multithreading_enabled(False)
+            for each in (alone, torch.no_grad(), _NoValues(), tape, draws):
                 stack.enter_context(each)
-            result = function(*tree.tree_unflatten(own, spec))
+            given = iter(inputs)
+            result = function(*tree.map_tensors(lambda _: next(given), arguments))
             draws.check()
-            kept["template"] = tree.map_tensors(lambda _: empty, result)
             flag = found[0] if found else torch.tensor(False)
             flag = torch.stack(found).any() if found[1:] else flag
-            return [*tree.tensors(result), flag]
-
-    before = random.getstate(), str(np.random.get_state())
-    _run(run, tape)
+            tape.end([*tree.tensors(result), flag])
+            template = tree.map_tensors(lambda _: empty, result)
+            del result  # of which the tape would take tensors for closed ones
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        if not isinstance(error, Unrepeatable):
+            text = f"{type(error).__name__}: {text}"
+        raise Unrepeatable(f"{text} {stopped_at(error)}".rstrip()) from error
     if before != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
     if not values.hold():
         raise Unrepeatable("it changes values that it closes over")
-    closed = tape.closed()
-    values.also(closed)
+    values.also(closed := tape.closed())
     if not {*tape.inputs[len(tensors) :]}.isdisjoint(tape.written):
         raise Unrepeatable("it writes into a tensor that it closes over")
     module = fx.GraphModule(tape.literals, tape.graph)
@@ -130,40 +113,18 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         module,
         tape.places,
         tape.written,
-        kept["template"],
+        template,
         closed,
         values,
-        functions,
         nodes=len(ops),
         draws=any(map(may_draw, ops)),
     )
 
 
-def _run(run: Callable[[], list[Tensor]], tape: "_Tape") -> None:
-    """Run a function; an error has the line of the user's code that stopped it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
-            tape.end(run())
-    except Exception as error:
-        lines = traceback.extract_tb(error.__traceback__)
-        own = [x for x in lines if x.line and not is_library(x.filename)]
-        where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-        text = str(error).partition("\n")[0]
-        if not isinstance(error, Unrepeatable):
-            text = f"{type(error).__name__}: {text}"
-        raise Unrepeatable(f"{text} {where}".rstrip()) from error
-
-
 def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
     """Return other objects for tensors, one that is there twice stays one."""
     # An argument that is closed over too must not become the graph's argument.
-    stand_ins: dict[int, Tensor] = {}
-    for each in tensors:
-        other = each.detach().requires_grad_(each.requires_grad)
-        if isinstance(each, nn.Parameter):
-            other = nn.Parameter(other, requires_grad=each.requires_grad)
-        stand_ins[id(each)] = with_attributes(other, each)
+    stand_ins = {id(x): x.detach().requires_grad_(x.requires_grad) for x in tensors}
     return [stand_ins[id(each)] for each in tensors]
 
 
@@ -221,13 +182,12 @@ class _Tape(DispatchMode):
             return func(*args, **kwargs)
         if func is _aten.lift_fresh.default and args[0] not in self._nodes:
             # The function may write into it later.
-            name = f"literal_{len(self._known)}"
+            name = f"literal_{len(self.places)}"
             self.literals.register_buffer(name, args[0].clone())
-            node = self.graph.call_function(
-                _aten.clone.default, (self.graph.get_attr(name),)
-            )
+            kept = self.graph.get_attr(name)
+            node = self.graph.call_function(_aten.clone.default, (kept,))
             self._known.add(node)
-            self._note(node, args[0])
+            self._note(node, args[0], {})
             return args[0]
         given = tree.map_tensors(self._node, (args, kwargs))
         inputs = tree.tensors((args, kwargs))
@@ -239,13 +199,14 @@ class _Tape(DispatchMode):
         if known and torch.Tag.data_dependent_output in func.tags:
             return output
         known &= not may_draw(func)
-        for each in tree.tensors([*arguments_written(func, args, kwargs)]):
-            root = self.places[self._nodes[each]].root
-            self.written[root] += 1
-            if not known:
-                self._known.discard(root)
+        written = tree.tensors([*arguments_written(func, args, kwargs)])
+        changed = [self.places[self._nodes[each]].root for each in written]
+        self.written.update(changed)
+        self._known.difference_update(() if known else changed)
         node = self.graph.call_function(func, *given)
-        self._note(node, output, [*zip(map(memory, inputs), roots, strict=True)], known)
+        self._note(node, output, dict(zip(map(memory, inputs), roots, strict=True)))
+        if known:
+            self._known.update(self._nodes[each] for each in tree.tensors([output]))
         return output
 
     def end(self, outputs: list[Tensor]) -> None:
@@ -278,27 +239,18 @@ class _Tape(DispatchMode):
         at = self.graph.inserting_after if last else self.graph.inserting_before
         with at(*last):
             self.inputs.append(self.graph.placeholder(name))
-        self._note(self.inputs[-1], tensor)
+        self._note(self.inputs[-1], tensor, {})
 
-    def _note(
-        self,
-        node: fx.Node,
-        output: Any,
-        inputs: Sequence[tuple[int | None, fx.Node]] = (),
-        constant: bool = False,
-    ) -> None:
-        """Note the node of each tensor of a result."""
+    def _note(self, node: fx.Node, output: Any, roots: dict[Any, fx.Node]) -> None:
+        """Note the nodes of a result's tensors; `roots` made the memory of inputs."""
         if isinstance(output, list | tuple):
             for number, each in enumerate(output):
                 part = self.graph.call_function(operator.getitem, (node, number))
-                self._note(part, each, inputs, constant)
+                self._note(part, each, roots)
         if not isinstance(output, Tensor):
             return
-        root, own = node, memory(output)
-        if own is not None:
-            root = next((root for place, root in inputs if place == own), node)
-        if constant and root is node:
-            self._known.add(node)
+        own = memory(output)
+        root = node if own is None else roots.get(own, node)
         plain = output.layout is torch.strided
         where = (output.storage_offset(), output.shape, output.stride())
         self.places[node] = Place(
@@ -332,16 +284,15 @@ class _Draw(NamedTuple):
     before: Tensor
     after: Tensor
     op: str  # and its arguments, shapes for tensors
-    inputs: list[Tensor]
     result: Any  # a copy, to which no later op writes
 
 
 class _Draws(DispatchMode):
     """Repeats the results of random ops where the generator's state is restored."""
 
-    def __init__(self, arguments: list) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        host, others = random_state(tree.tensors(arguments))
+        host, others = random_state(tensors)
         self._states = {torch.device("cpu"): host, **others}  # after the last new draw
         self._drawn: list[_Draw] = []
 
@@ -353,23 +304,24 @@ class _Draws(DispatchMode):
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
             raise Unrepeatable("it draws from a generator of its own")
-        tensors, name = tree.tensors((args, kwargs)), op_name(func)
-        place = tensors[0].device if tensors else kwargs.get("device") or "cpu"
-        device = torch.device(place)
+        tensors = tree.tensors((args, kwargs))
+        device = torch.device(
+            tensors[0].device if tensors else kwargs.get("device") or "cpu"
+        )
         generator = default_generator(device)
         before = generator.get_state()
-        # The first argument may be memory that is not read.
-        unread = writes(func) or name in _OF_SHAPE or (name, len(args)) in _OF_SHAPE
-        with conditions.static_values():
-            inputs = [each.clone() for each in tensors[unread:]]
         shapes = tree.map_tensors(lambda x: (x.shape, x.device), args)
         op = f"{func} {shapes} {kwargs}"
         for draw in self._drawn:
             if _equal(draw.before, before):
-                same = op == draw.op and all(map(_equal, draw.inputs, inputs))
-                if not same or (writes(func) and name not in SHOWN):
-                    raise Unrepeatable(f"{name} draws from a state a second time")
-                generator.set_state(draw.after)
+                with conditions.static_values():  # which leaves it out of the graph
+                    again = tree.tensors(func(*args, **kwargs))
+                same = map(_equal, again, tree.tensors(draw.result))
+                hidden = writes(func) and op_name(func) not in SHOWN
+                if op != draw.op or hidden or not all(same):
+                    raise Unrepeatable(
+                        f"{op_name(func)} draws from a state a second time"
+                    )
                 if writes(func):
                     return tensors[0].copy_(draw.result)
                 return tree.map_tensors(Tensor.clone, draw.result)
@@ -378,7 +330,7 @@ class _Draws(DispatchMode):
             self._check(device, before)
             self._states[device] = after
             kept = tree.map_tensors(Tensor.clone, result)
-            self._drawn.append(_Draw(before, after, op, inputs, kept))
+            self._drawn.append(_Draw(before, after, op, kept))
         return result
 
     def check(self) -> None:
@@ -391,22 +343,12 @@ class _Draws(DispatchMode):
             raise Unrepeatable("it seeds torch's generators, or puts them back")
 
 
-_OF_SHAPE = {"cauchy", "exponential", "geometric", "log_normal", "normal_functional"}
-_OF_SHAPE |= {"rand_like", "randint_like", "randn_like", "random", "uniform"}
-_OF_SHAPE |= {("bernoulli", 2)}
-"""Ops that read no more than the shape of a tensor; with a number of arguments."""
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
     with conditions.static_values():
         return torch.equal(one, other)
 
 
 # The replay.
-
-
-_CONSTANTS = _aten.scalar_tensor.default, _aten.clone.default
-"""The ops that make tensors of a number and of a literal."""
 
 
 def replayed(graph: Graph) -> Callable[..., Sequence[Tensor]]:
@@ -418,28 +360,19 @@ def replayed(graph: Graph) -> Callable[..., Sequence[Tensor]]:
     copy.output(copy.graph_copy(graph.module.graph, copies))
     module = fx.GraphModule(graph.module, copy)
     results = graph.module.graph.output_node().all_input_nodes
-    changed = {*graph.written, *(graph.places[each].root for each in results)}
     views: dict[Place, fx.Node] = {}
     for node, own in copies.items():
         place = graph.places.get(node)
-        if place is None or node.op != "call_function":
+        if place is None or node.op != "call_function" or node is place.root:
             continue
         root, source = place.root, copies[place.root]
         whole = graph.places[root]
-        if node is root and node.target in _CONSTANTS and node not in changed:
-            literal = node.all_input_nodes
-            if not literal:
-                name = f"number_{node.name}"
-                module.register_buffer(name, node.target(*node.args, **node.kwargs))
-                own.op, own.target, own.args, own.kwargs = "get_attr", name, (), {}
-            elif literal[0].op == "get_attr":
-                own.replace_all_uses_with(copies[literal[0]])
-            continue
         alike = place.plain and whole.plain and place.dtype == whole.dtype
-        if node is root or not alike or _writes(node):
+        # An argument may require grad where a view of it does not.
+        returned = node in results and root.op == "placeholder"
+        writing = isinstance(node.target, OPS) and writes(node.target)
+        if not alike or returned or writing:
             continue
-        if node in results and root.op == "placeholder":
-            continue  # an argument may require grad where a view of it does not
         if place[1:4] == whole[1:4]:
             own.replace_all_uses_with(source)
         elif place in views:
@@ -455,10 +388,6 @@ def replayed(graph: Graph) -> Callable[..., Sequence[Tensor]]:
     copy.eliminate_dead_code()
     module.recompile()
     return _as_function(module)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, OPS) and writes(node.target)
 
 
 def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:

@@ -10,15 +10,12 @@ constants of the capture.
 
 import dis
 import enum
-import operator
 import types
-from collections import deque, namedtuple
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial, reduce
-from inspect import getattr_static
-from itertools import chain
-from operator import is_
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import chain, compress
+from operator import eq, is_, is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +28,6 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.loss.values import is_library
 from vgrad.ops.record import OPS
 from vgrad.torch_private import autograd, kernels, modes
-from vgrad.torch_private.control import as_written
 from vgrad.torch_private.tensors import GLOBAL_HOOKS
 from vgrad.tree import TreeSpec
 
@@ -41,29 +37,26 @@ _PLAIN = {
     *(TreeSpec, types.NotImplementedType),
 }
 
-GONE = ...
+_GONE = ...
 """The value of a name that is not there; it is as plain as others."""
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether a value cannot change, and can be compared."""
-    if type(value) is slice:
-        value = value.start, value.stop, value.step
-    if type(value) is tuple:
-        return all(map(is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
+def _is_plain(value: Any) -> bool:
+    """Return whether a value cannot change, and has a text that tells it apart."""
+    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_ | enum.Enum)
 
 
 def description(tensor: Tensor) -> tuple:
     """Return all that the choice of kernels depends on."""
+    layout = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    views = tensor.is_conj(), tensor.is_neg()
     return (
         tensor.shape,
-        tensor.stride() if tensor.layout is torch.strided else tensor.layout,
+        layout,
         tensor.dtype,
         tensor.device,
         tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        views,
     )
 
 
@@ -71,97 +64,54 @@ def description(tensor: Tensor) -> tuple:
 
 
 _KINDS = {Tensor, nn.Parameter, nn.Buffer}
-_LAYOUT = operator.attrgetter("layout")
 
 
 class Signature(NamedTuple):
     """The arguments and surroundings of a call that decide on its graph."""
 
-    key: tuple[list, tuple]  # structure without shapes, and torch's switches
+    key: list[Any]  # structure without shapes, and torch's switches
+    tensors: list[Tensor]  # of the arguments, in order
     distinct: list[Tensor]  # each of them once
 
 
-def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
-    """Describe arguments, and append their tensors in the order of their leaves."""
-    key: list[Any] = []
-    _describe(arguments, tensors, key)
-    if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
-        raise Unrepeatable("an argument is a tensor that is not strided")
-    if any(map(vars, tensors)):  # attributes set by users, which a loss can read
-        key.append([[*map(_noted, vars(each).items())] for each in tensors])
+def signature(arguments: Any) -> Signature:
+    """Describe arguments, whose tensors are compared apart, and the surroundings."""
+    leaves, spec = tree.tree_flatten(arguments)
+    key, tensors = [spec, *_surroundings()], []
+    for leaf in leaves:
+        kind: type = type(leaf)
+        if kind in _KINDS and leaf.layout is torch.strided:
+            tensors.append(leaf)
+            key.append(kind)
+        elif _is_plain(leaf):  # as text: 0.0 is not -0.0, and nan is nan
+            key.append((kind, repr(leaf)))
+        elif callable(leaf):
+            key.append(leaf)
+        else:
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            layout = f" of layout {leaf.layout}" if isinstance(leaf, Tensor) else ""
+            raise Unrepeatable(f"an argument is a {name}{layout}")
     if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
-        key.append([tensor.requires_grad for tensor in tensors])
+        key += [tensor.requires_grad for tensor in tensors]
     distinct = dict(zip(map(id, tensors), tensors, strict=True))
-    if len(distinct) < len(tensors):  # a loss can compare the identity of two
-        ids = [*distinct]
-        key.append([ids.index(id(tensor)) for tensor in tensors])
-    return Signature((key, _surroundings()), [*distinct.values()])
+    if len(distinct) < len(tensors):  # a graph reads a tensor that is there twice once
+        places = {each: number for number, each in enumerate(distinct)}
+        key += [places[id(tensor)] for tensor in tensors]
+    return Signature(key, tensors, [*distinct.values()])
 
 
-def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
-    kind = type(value)
-    if kind in _KINDS:
-        tensors.append(value)
-        key.append(kind)
-    elif kind is dict:
-        key.append(tuple(value))
-        kinds = [*map(type, value.values())]
-        if _KINDS.issuperset(kinds):
-            tensors += value.values()
-            key += kinds
-        else:
-            for each in value.values():
-                _describe(each, tensors, key)
-    elif kind is tuple or kind is list or hasattr(kind, "_fields"):
-        key.append((kind, len(value)))
-        for each in value:
-            if each is None:
-                key.append(None)
-            else:
-                _describe(each, tensors, key)
-    elif kind is bool or kind is int or kind is str:
-        key.append((kind, value))
-    else:
-        leaves, spec = tree.tree_flatten(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            key.append(spec)
-            for leaf in leaves:
-                _describe(leaf, tensors, key)
-        elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
-            key.append((kind, repr(value)))
-        elif callable(value) or isinstance(value, enum.Enum):
-            parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
-            key.append([*map(id, parts)])
-        else:
-            raise Unrepeatable(
-                f"an argument is a {kind.__module__}.{kind.__qualname__}"
-            )
-
-
-def _noted(item: tuple[str, Any]) -> tuple:
-    """Describe an attribute of a tensor."""
-    name, value = item
-    return name, type(value), repr(value) if is_plain(value) else id(value)
-
-
-def _surroundings() -> tuple:
+def _surroundings() -> tuple[Any, ...]:
     """Return torch's switches, all rules, and other state that decides on an op."""
-    casts = None
-    if modes.autocast_is_on():
-        casts = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in devices.kinds()
-        )
+    on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    kinds = devices.kinds() if modes.autocast_is_on() else ()
     return (
-        casts,
+        *[(on(device), dtype(device)) for device in kinds],
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_num_threads(),
         torch.get_deterministic_debug_mode(),
         torch.backends.mha.get_fastpath_enabled(),
-        nn.Module.__call__,
-        nn.Module.__getattr__,
         *[allowed() for allowed in _ATTENTION],
         *map(kernels.fp32_precision, *_ROUNDING),
         *modes.function_modes(),
@@ -182,58 +132,13 @@ _ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
 """The backends and ops for which torch has a switch that lets float32 be rounded."""
 
 
-def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: the last tensors of its arguments, the batch; autocast."""
-
-    def short(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    shown = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct[-3:]]
-    if others := len(distinct) - len(shown):
-        shown = [f"{others} others", *shown]
-    text = ", ".join(shown)
-    for device in devices.kinds():
-        if torch.is_autocast_enabled(device):
-            dtype = short(torch.get_autocast_dtype(device))
-            text = f"{text}; autocast of {device} to {dtype}"
-    return text
+# The values that a loss reads outside of its arguments.
 
 
-# The values that a loss reads outside of its arguments, read without code of users.
-
-
-def _parts(value: Any) -> tuple | None:
-    """Return the parts of a container in their order; None of any other object."""
-    if isinstance(value, dict):  # whose own class may show others
-        return *dict.__iter__(value), *dict.values(value)
-    for base in _SEQUENCES:
-        if isinstance(value, base):
-            return (*base.__iter__(value),)
-    if isinstance(value, set | frozenset):
-        return (*sorted(value, key=repr),)
-    kind = type(value)
-    if kind in _INNER:
-        return (*(getattr(value, name) for name in _INNER[kind]),)
-    if kind is np.ndarray and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
-        return value.shape, value.dtype.str, value.tobytes()
-    return None
-
-
-_SEQUENCES: Any = list, tuple, deque
-
-_INNER: dict[type, tuple[str, ...]] = {
-    types.MethodType: ("__func__", "__self__"),
-    partial: ("func", "args", "keywords"),
-    slice: ("start", "stop", "step"),
-}
-
-_MOST_BYTES = 2**14
-"""Of an array of numpy whose values are compared."""
-
-
-def _content(value: Any, containers: dict[int, Any]) -> Any:
+def _content(value: Any, containers: dict[int, Any] | None = None) -> Any:
     """Return a value in a form that can be compared, and note the containers in it."""
-    if is_plain(value):  # numbers that are equal may differ: 0.0 and -0.0, 1 and True
+    containers = {} if containers is None else containers
+    if _is_plain(value):  # numbers that are equal may differ: 0.0 and -0.0, 1 and True
         return type(value), repr(value)
     parts = _parts(value)
     if parts is None or id(value) in containers:
@@ -242,69 +147,40 @@ def _content(value: Any, containers: dict[int, Any]) -> Any:
     return type(value), [_content(each, containers) for each in parts]
 
 
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return GONE
-
-
-def _global(variables: dict, builtins: dict, name: str) -> Any:
-    return variables.get(name, builtins.get(name, GONE))
-
-
-def _vars(owner: Any) -> Any:
-    try:
-        return object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return {}
+def _parts(value: Any) -> Sequence[Any] | None:
+    """Return the parts of a container in their order; None of any other object."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, types.MethodType):  # a new one at each read
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    return [*value] if isinstance(value, list | tuple | deque) else None
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute as it lies there; of methods and properties, the function."""
-    found = _vars(owner).get(name, GONE)
-    if found is GONE:
-        found = getattr_static(owner, name, GONE)
-    if isinstance(found, staticmethod | classmethod):
-        return found.__func__
-    if isinstance(found, property):
-        return found.fget
-    if type(found) in _FIELDS:
-        try:
-            value = found.__get__(owner)
-        except AttributeError:
-            return GONE
-        return found if isinstance(value, Tensor) else value
-    if found is GONE and hasattr(type(owner), "__getattr__"):  # as configurations have
-        with suppress(Exception):
-            return getattr(owner, name)
-    return found
-
-
-_FIELDS = (
-    *(types.MemberDescriptorType, types.GetSetDescriptorType),
-    type(vars(namedtuple("_", "field"))["field"]),
-)
+    return getattr(owner, name, _GONE)
 
 
 def _item(owner: Any, key: Any) -> Any:
-    try:
-        if isinstance(owner, dict):
-            return dict.get(owner, key, GONE)
-        base: Any = list if isinstance(owner, list) else tuple
-        return base.__getitem__(owner, key)
-    except (TypeError, IndexError):
-        return GONE
-
-
-def _along(read: Callable[[], Any], steps: tuple) -> Any:
-    return reduce(lambda owner, step: step[0](owner, step[1]), steps, read())
-
-
-# Code.
+    if isinstance(owner, dict):
+        return owner.get(key, _GONE)
+    return owner[key] if isinstance(owner, list | tuple) else _GONE
 
 
 _Step = tuple[Callable[[Any, Any], Any], Any]
+
+
+def _along(owner: Any, *steps: _Step) -> Any:
+    """Return the value at the end of a chain from an object on."""
+    try:
+        for step, name in steps:
+            owner = step(owner, name)
+    except Exception:  # of a branch that the loss does not take
+        return _GONE
+    return owner
 
 
 def _chains(code: types.CodeType) -> set[tuple[str, str, tuple[_Step, ...]]]:
@@ -314,7 +190,7 @@ def _chains(code: types.CodeType) -> set[tuple[str, str, tuple[_Step, ...]]]:
     a chain is one, too.
     """
     found: set[Any] = set()
-    spelled, constant = None, GONE
+    spelled, constant = None, _GONE
     for each in dis.get_instructions(code):
         op, value, step = each.opname, each.argval, None
         scope = next((scope for scope in _SCOPES if f"LOAD_{scope}" in op), None)
@@ -323,7 +199,7 @@ def _chains(code: types.CodeType) -> set[tuple[str, str, tuple[_Step, ...]]]:
             continue
         if op == "EXTENDED_ARG":
             continue
-        if op in ("LOAD_ATTR", "LOAD_METHOD") and constant is GONE:
+        if op in ("LOAD_ATTR", "LOAD_METHOD") and constant is _GONE:
             step = _attribute, value
         elif op == "BINARY_SUBSCR" or each.argrepr == "[]":
             step = (_item, constant) if type(constant) in (int, str) else None
@@ -331,7 +207,7 @@ def _chains(code: types.CodeType) -> set[tuple[str, str, tuple[_Step, ...]]]:
             spelled = scope, value[-1] if isinstance(value, tuple) else value, ()
         elif spelled is not None:
             spelled = (*spelled[:2], (*spelled[2], step)) if step else None
-        constant = GONE
+        constant = _GONE
         if spelled is not None:
             found.add(spelled)
     return found
@@ -341,24 +217,23 @@ _SCOPES = "GLOBAL", "NAME", "DEREF", "FAST"
 
 
 class Closure:
-    """The values that functions read outside of their arguments, as they were.
+    """The values that functions read outside of their arguments, as they were."""
 
-    `tables` are dictionaries that are compared as well.
-    """
-
-    def __init__(self, functions: list[Any], tables: list[dict[str, Any]]) -> None:
-        self._reads: dict[tuple, Callable[[], Any]] = {}
-        self._fixed = [*GLOBAL_HOOKS, *tables]  # containers that are always the same
+    def __init__(self, functions: Sequence[Any]) -> None:
+        self._reads: dict[tuple, tuple] = {}  # chains: an object, and steps from there
         self._seen: dict[tuple, Any] = {}  # kept, so that no other gets its id
-        rules = chain.from_iterable((op.recorded, op.rule) for op in OPS.values())
-        self._left: list[tuple[Any, bool]] = [(each, False) for each in self._fixed]
-        self._left += ((each, True) for each in (*functions, *rules))
+        self._left: list[tuple[Any, bool]] = [(each, True) for each in functions]
+        for each in GLOBAL_HOOKS:
+            self._compare(each)
         while self._left:
             self._follow(*self._left.pop())
-        containers: dict[int, Any] = {}
-        values = [*self._fixed, *(read() for read in self._reads.values())]
-        self._contents = [_content(each, containers) for each in values]
-        self._keep(values, containers)
+        # A new object at every read is no value to compare.
+        both = [[_along(*each) for each in self._reads.values()] for _ in range(2)]
+        one, other = ([*map(_content, values)] for values in both)
+        stable = [*map(eq, one, other)]
+        self._chains = [*compress(self._reads.values(), stable)]
+        self._contents = [*compress(one, stable)]
+        self._keep([*compress(both[0], stable)])
         self.also([])
 
     def also(self, tensors: list[Tensor]) -> None:
@@ -369,106 +244,94 @@ class Closure:
         """Return whether all values are as they were."""
         if [*map(description, self._tensors)] != self._described:
             return False
-        values = [*self._fixed, *[read() for read in self._reads.values()]]
+        values = [_along(*each) for each in self._chains]
         sizes, parts = self._flat()
-        if sizes == self._sizes and all(map(is_, values, self._values)):
-            if all(map(is_, parts, self._flat_parts)):
+        if sizes == self._sizes and all(map(is_, parts, self._flat_parts)):
+            new = [*map(is_not, values, self._values)]
+            contents = compress(self._contents, new)
+            if all(map(eq, map(_content, compress(values, new)), contents)):
                 return True
-        containers: dict[int, Any] = {}
-        if [_content(each, containers) for each in values] != self._contents:
-            return False
-        self._keep(values, containers)
-        return True
+        elif [*map(_content, values)] == self._contents:
+            self._keep(values)
+            return True
+        return False
 
-    def _keep(self, values: list[Any], containers: dict[int, Any]) -> None:
+    def _keep(self, values: list[Any]) -> None:
         """Keep values and the parts of containers, of which most stay the same."""
-        own = [*containers.values()]
-        self._values, self._dicts = values, [x for x in own if isinstance(x, dict)]
-        self._others = [x for x in own if not isinstance(x, dict)]
+        containers: dict[int, Any] = {}
+        for each in values:
+            _content(each, containers)
+        sized = [each for each in containers.values() if isinstance(each, Collection)]
+        dicts = (each.values() for each in sized if isinstance(each, dict))
+        self._values, self._views = values, [*sized, *dicts]  # views show changes
         self._sizes, self._flat_parts = self._flat()
 
     def _flat(self) -> tuple[list[int], list[Any]]:
         """Return the sizes and the parts of all containers, without calls of Python."""
-        dicts, others = self._dicts, [_parts(each) or () for each in self._others]
-        keys, entries = map(dict.__iter__, dicts), map(dict.values, dicts)
-        sizes = [*map(len, dicts), *map(len, others)]
-        return sizes, [*chain.from_iterable((*keys, *entries, *others))]
+        return [*map(len, self._views)], [*chain.from_iterable(self._views)]
 
-    def _note(self, key: tuple, read: Callable[[], Any]) -> None:
-        """Compare the value of a read, and follow the code in it."""
-        if key not in self._reads:
-            self._reads[key] = read
-            self._left.append((read(), False))
+    def _compare(self, owner: Any, *steps: _Step) -> None:
+        """Compare the value at the end of a chain, and follow the code in it."""
+        if (id(owner), *steps) not in self._reads:
+            self._reads[id(owner), *steps] = owner, *steps
+            self._left.append((_along(owner, *steps), False))
 
     def _follow(self, value: Any, root: bool) -> None:
-        """Note what code or a module reads; `root` if code of vgrad leads to it."""
-        value = as_written(value)  # which runs in a loss
-        method, kind = type(value) is types.MethodType, type(value)
-        function, owner = (value.__func__, value.__self__) if method else (value, GONE)
+        """Note the reads of code or of a module; `root` if vgrad's code leads to it."""
+        kind, owner, function = type(value), _GONE, value
+        if kind is types.MethodType:
+            function, owner = value.__func__, value.__self__
         key = id(function), id(owner)
-        ends = is_plain(value) or key in self._seen
+        ends = _is_plain(value) or isinstance(value, Tensor) or key in self._seen
         if ends or kind.__module__.startswith("vgrad.compiled"):
             return
         self._seen[key] = value
-        if isinstance(value, Tensor):
-            if vars(value):  # attributes set by users
-                self._fixed.append(vars(value))
-                self._left.append((vars(value), False))
-            return
         if isinstance(function, types.FunctionType):
+            self._left.append((owner, root))
             self._follow_function(function, owner, root)
         elif isinstance(value, FunctionalModel | nn.Module):
             for _, module in value.named_modules():
-                self._seen[id(module), id(GONE)] = module
-                self._fixed.append(vars(module))
-                self._left.append((vars(module), False))
+                self._seen[id(module), id(_GONE)] = module
+                self._reads["vars", id(module)] = module, (_attribute, "__dict__")
         elif (parts := _parts(value)) is not None:
+            if kind is partial:
+                self._reads["partial", id(value)] = (value,)
             self._left += ((each, root) for each in parts)
         else:
             if any(each.__module__.startswith("vgrad.") for each in kind.__mro__):
-                self._left += ((each, True) for each in _vars(value).values())
-            call = getattr_static(value, "__call__", None)
-            if isinstance(call, types.FunctionType):
-                self._left.append((types.MethodType(call, value), root))
+                own = getattr(value, "__dict__", {})
+                self._left += ((each, True) for each in own.values())
+            if isinstance(kind.__call__, types.FunctionType):
+                self._left.append((types.MethodType(kind.__call__, value), root))
 
     def _follow_function(
         self, function: types.FunctionType, owner: Any, root: bool
     ) -> None:
         code, variables = function.__code__, function.__globals__
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        self._left.append((owner, root))
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        inside = _attribute, "cell_contents"
+        starts: dict[str, tuple[Any, ...]] = {name: (x, inside) for name, x in cells}
         installed = "site-packages" in code.co_filename and not root
         if installed or is_library(code.co_filename):
-            self._left += ((_cell(each), root) for each in cells.values())
+            self._left += ((_along(*each), root) for each in starts.values())
             return
-        own = id(function), id(owner)
-        reads = {name: partial(_cell, each) for name, each in cells.items()}
-        for name, read in reads.items():
-            self._note((*own, "cell", name), read)
+        for each in starts.values():
+            self._compare(*each)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._note((*own, name), partial(getattr, function, name))
+            self._compare(function, (_attribute, name))
         last = code.co_varnames[: code.co_argcount][::-1]
         values = dict(zip(last, (function.__defaults__ or ())[::-1], strict=False))
         values |= function.__kwdefaults__ or {}
-        if owner is not GONE and last:
+        if owner is not _GONE and last:
             values[last[-1]] = owner
-        reads |= {name: partial(lambda x: x, value) for name, value in values.items()}
+        starts |= {name: (value,) for name, value in values.items()}
         codes = [code]
         for each in codes:
             codes += (x for x in each.co_consts if isinstance(x, types.CodeType))
             for scope, name, steps in _chains(each):
-                key, read = (*own, name), reads.get(name)
                 if scope in ("GLOBAL", "NAME"):
-                    key = id(variables), name
-                    read = partial(_global, variables, function.__builtins__, name)
-                    self._note(key, read)
-                if read is None or not steps or (scope == "FAST" and each is not code):
-                    continue
-                self._note((*key, *steps), partial(_along, read, steps))
-                self._bind(_along(read, steps[:-1]), *steps[-1])
-
-    def _bind(self, owner: Any, step: Callable, name: Any) -> None:
-        """Follow a method or property of an object, whose code reads its attributes."""
-        found = _attribute(owner, name) if step is _attribute else None
-        if isinstance(found, types.FunctionType) and name not in _vars(owner):
-            self._left.append((types.MethodType(found, owner), False))
+                    self._compare(variables, (_item, name), *steps)
+                    if name not in variables:
+                        self._compare(function.__builtins__, (_item, name), *steps)
+                elif steps and name in starts and (scope == "DEREF" or each is code):
+                    self._compare(*starts[name], *steps)

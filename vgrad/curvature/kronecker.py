@@ -118,7 +118,7 @@ class Kronecker:
         the identity. A parameter of one dimension has k_o k_i directions on the left.
         """
         sizes = {"dim[0]": dim[0], "dim[1]": dim[1]}
-        k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
+        k_o, k_i = checks.integers("Kronecker.sides", minimum=1, **sizes)
         sides = {}
         for name, block in self.blocks.items():
             if block.names:

@@ -365,8 +365,8 @@ def _diagonal(*arguments: Any, **options: Unpack[Options]) -> Kronecker:
 
 def _normal(function: str, count: int, seed: int, like: Params) -> Params:
     """Draw normal numbers in float64, {name: [count, *shape]}."""
-    [count] = checks.whole(function, least=1, count=count)
-    [seed] = checks.whole(function, least=0, seed=seed)
+    [count] = checks.integers(function, minimum=1, count=count)
+    [seed] = checks.integers(function, minimum=0, seed=seed)
     key, drawn = secret_key(seed=seed), {}
     for name, value in like.items():
         source = torch.Generator().manual_seed(torch_seed(key, name))

@@ -316,8 +316,8 @@ def fisher(
     Reference: Kunstner et al., arXiv 1905.12558.
     """
     fmodel, likelihood, weight = likelihood_of("fisher", fmodel, likelihood)
-    [count] = checks.whole("fisher", least=1, samples=samples)
-    [seed] = checks.whole("fisher", least=0, seed=seed)
+    [count] = checks.integers("fisher", minimum=1, samples=samples)
+    [seed] = checks.integers("fisher", minimum=0, seed=seed)
     drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
 
     def columns(output: Tensor, keys: Tensor) -> Tensor:

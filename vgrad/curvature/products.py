@@ -303,7 +303,7 @@ def iterative(
     checks.dictionaries("iterative", params=params)
     [tolerance] = checks.positive("iterative", tolerance=tolerance)
     if max_steps is not None:
-        [max_steps] = checks.whole("iterative", least=1, max_steps=max_steps)
+        [max_steps] = checks.integers("iterative", minimum=1, max_steps=max_steps)
     return Iterative(product, params, tolerance, max_steps)
 
 

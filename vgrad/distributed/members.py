@@ -37,7 +37,7 @@ def member_range(count: int, mesh: DeviceMesh, *, axis: str = "members") -> rang
 
 
 def _range_of(count: int, ranks: Ranks) -> range:
-    [count] = checks.whole("member_range", least=1, members=count)
+    [count] = checks.integers("member_range", minimum=1, members=count)
     rank, size = ranks.rank, ranks.size
     if count < size:
         raise ValueError(

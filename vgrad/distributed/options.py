@@ -1,62 +1,66 @@
-"""Options that ranks must have in common, and the loss of one probe.
+"""Options that ranks must have in common, and the numbers of probes.
 
-A sum over ranks with other clipping bounds or other losses is meaningless. Plain values
-and names are compared, and of a loss its value on a sample that is made from a seed.
+A sum over ranks with other clipping bounds or other losses is meaningless. Ranks agree
+on a digest of plain options, on the loss of a sample that is made from a seed, and on
+an update of the optimizer for gradients from a seed.
 """
 
 import itertools
 import json
 import math
-import random
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vgrad import batches
-from vgrad.contents import contents
 from vgrad.devices import is_host
-from vgrad.functional.model import FunctionalModel
-from vgrad.generators import kept_random_state, set_seed
+from vgrad.dp.grouped import seeded
+from vgrad.optim import GradientTransformation
 from vgrad.persample.engine import Transform
 from vgrad.ranks import RankError, Ranks, Values
-from vgrad.tree import tensors
+from vgrad.tree import double, map_values, tensors, tree_map
 from vgrad.typing import Buffers, Params, Tree
 
-_DEVICE = re.compile(r"\b(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?\b")
-_UNCOMPARED = ".shape", ".device", ".requires_grad"  # of tensors
+_PLAIN = bool, int, float, complex, str, type(None)
 
 
-def options_of(loss: Any = None, **options: Any) -> Values:
-    """Return plain values of options, and names of functions and classes, by place.
+def options_of(**options: Any) -> Values:
+    """Return options as text: plain values, and the names of functions and classes.
 
-    Values and shapes of tensors, and devices, may differ.
+    Values, shapes and devices of tensors may differ.
     """
-    named = loss if hasattr(loss, "__qualname__") else type(loss)
-    texts = {"loss": f"{named.__module__}.{named.__qualname__}"}
-    for name, value in options.items():
-        if isinstance(value, FunctionalModel):
-            value = dict(value.named_modules())[""]
-        for path, text in contents(value).items():
-            texts[f"{name}.{path}".strip(".").replace(".[", "[")] = text
     # Where processes are spawned, the main module has another name in them.
-    return Values(
-        (path, _DEVICE.sub("device", text).replace("__mp_main__", "__main__"))
-        for path, text in texts.items()
-        if isinstance(text, str) and not path.endswith(_UNCOMPARED)
-    )
+    texts = map_values(_text, options).items()
+    return Values((n, text.replace("__mp_main__", "__main__")) for n, text in texts)
 
 
 def of_transform(transform: Transform) -> Values:
     """Return the options of a per-sample transform on which its results depend."""
     options, facts = transform.options, vars(transform.quantity)
     facts = {name: value for name, value in facts.items() if not name.startswith("_")}
-    facts |= {n: getattr(options, n) for n in ("function", "randomness", "has_aux")}
-    return options_of(options.loss, **facts)
+    names = "loss", "function", "randomness", "has_aux"
+    return options_of(**facts, **{name: getattr(options, name) for name in names})
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{named.__module__}.{named.__qualname__}"
+    if isinstance(value, Tensor):
+        return f"{name} of {value.dtype}"
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, tuple | list):
+        value = getattr(value, "_asdict", dict(enumerate(value)).copy)()
+    if isinstance(value, Mapping):
+        parts = (f"{key}={_text(part)}" for key, part in value.items())
+        return f"{name}({', '.join(parts)})"
+    return name
 
 
 def at_powers_of_two() -> Iterator[bool]:
@@ -64,7 +68,7 @@ def at_powers_of_two() -> Iterator[bool]:
     return (not call & (call - 1) for call in itertools.count(1))
 
 
-def check_probe(
+def check_loss(
     ranks: Ranks,
     label: str,
     loss: Any,
@@ -76,39 +80,68 @@ def check_probe(
     """Refuse ranks whose losses have other values on one sample made from a seed.
 
     It has the dtypes and shapes of the first rank's samples, and nothing of their
-    values. A loss that raises has no value, but for the class of its error.
+    values. Sharded parameters are not compared.
     """
-    if ranks.size == 1:
+    entries = tensors((params, buffers))
+    if ranks.size == 1 or any(isinstance(entry, DTensor) for entry in entries):
         return
     read = batches.read(label, batch)
     local_kinds = [(str(x.dtype)[6:], *x.shape[1:]) for x in read.tensors]
     kinds = ranks.exchanged(f"{label}, kinds of a sample", json.dumps(local_kinds))[0]
-    entries = tensors((params, buffers))
-    value, digits = "none", 0.0
-    if not any(isinstance(entry, DTensor) for entry in entries):
-        states = random.getstate(), np.random.get_state()
-        with kept_random_state([*entries, *read.tensors]):
-            set_seed(0, [*entries, *read.tensors])
-            random.seed(0)
-            np.random.seed(0)
-            try:
-                pairs = zip(kinds, read.tensors, strict=True)
-                items = [_draw(kind, like, rows) for kind, like in pairs]
-                result = loss(params, buffers, *read.sample(items))
-                while isinstance(result, tuple):
-                    result = result[0]
-                value, digits = float(result), torch.finfo(result.dtype).eps ** 0.5
-            except Exception as error:
-                value = type(error).__name__
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-    notes = ranks.agree(f"{label}, probe", loss=value, digits=digits)
-    values, digits = [note["loss"] for note in notes], max(n["digits"] for n in notes)
+
+    def value() -> Tensor:
+        pairs = zip(kinds, read.tensors, strict=True)
+        items = [_draw(kind, like, rows) for kind, like in pairs]
+        result = loss(params, buffers, *read.sample(items))
+        while isinstance(result, tuple):
+            result = result[0]
+        return result
+
+    _check(ranks, f"{label}, loss", value, [*entries, *read.tensors])
+
+
+def check_optimizer(
+    ranks: Ranks, label: str, tx: GradientTransformation, params: Params, step: Tensor
+) -> None:
+    """Refuse ranks whose optimizers update two numbers of each parameter otherwise."""
+
+    def draw(like: Tensor) -> Tensor:
+        sizes = [2] * like.ndim
+        return torch.randn(sizes).to(like.device, like.dtype)
+
+    def at_step(slot: Tensor) -> Tensor:
+        counts = not slot.ndim and not slot.is_floating_point()
+        return torch.full_like(slot, int(step)) if counts else slot
+
+    def value() -> Tensor:
+        small, grads = map_values(draw, params), map_values(draw, params)
+        updates: Any
+        updates, _ = tx.update(grads, tree_map(at_step, tx.init(small)), small)
+        sums = [double(x).abs().sum().cpu() for x in updates.values()]
+        return torch.stack(sums).sum()
+
+    if ranks.size > 1:
+        _check(ranks, f"{label}, optimizer", value, [*params.values()])
+
+
+def _check(
+    ranks: Ranks, label: str, compute: Callable[[], Tensor], used: list[Tensor]
+) -> None:
+    """Refuse ranks on which a function of a seed has another value, or error."""
+    value, digits = "", 0.0
+    with seeded(0, used):
+        try:
+            result = compute()
+            value, digits = float(result), torch.finfo(result.dtype).eps ** 0.5
+        except Exception as error:
+            value = type(error).__name__
+    notes = ranks.agree(label, value=value, digits=digits)
+    values, digits = [note["value"] for note in notes], max(n["digits"] for n in notes)
     if len({*map(str, values)}) > 1 and not _close(values, digits):
         raise RankError(
-            f"{label}: expected the same loss on all ranks, got {values} on ranks 0 to "
-            f"{ranks.size - 1} of one sample that was made from a seed. Make it of the "
-            f"same values on every rank."
+            f"{label}: expected the same number on all ranks, got {values} on ranks 0 "
+            f"to {ranks.size - 1} for a sample or gradients made from a seed. Make it "
+            f"of the same values on every rank."
         )
 
 

@@ -4,7 +4,6 @@ W ranks, each with its own part of a batch, which may be empty. B samples altoge
 """
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,8 @@ from vgrad import batches, files, optim
 from vgrad.compiled import Captures
 from vgrad.distributed.options import (
     at_powers_of_two,
-    check_probe,
+    check_loss,
+    check_optimizer,
     of_transform,
     options_of,
 )
@@ -87,10 +87,13 @@ def data_parallel(
     An error on one rank raises on all: there its own error, on the others a `RankError`
     that quotes it. Ranks that call different functions, or whose states, plans, keys or
     options differ, raise too. So do ranks whose losses differ on one sample that is
-    made from a seed: the loss is called on it at the calls 1, 2, 4, 8, ..., unless
-    parameters are sharded. Compiled functions run their graphs on each rank, with
-    collectives between them, and the optimizer by replay, so that no rank rounds
-    otherwise; `batch_sizes` are of whole batches, of which each rank takes its share.
+    made from a seed, or whose optimizers differ on gradients from a seed: both are
+    called on them at the calls 1, 2, 4, 8, ..., the loss unless parameters are sharded.
+    Private training raises where the samples of ranks need other strategies.
+
+    Compiled functions run their graphs on each rank, with collectives between them, and
+    the optimizer by replay, so that no rank rounds otherwise; `batch_sizes` are of
+    whole batches, of which each rank takes its share.
     Results are constants: to differentiate them again raises, and so does a call within
     a transform of `torch.func`.
 
@@ -216,7 +219,6 @@ class _AveragedOverRanks(StepReducer):
         self._probes = at_powers_of_two()
         self._options = options_of(
             loss=getattr(step.source, "loss", None),
-            tx=step.tx,
             donate=step.donate,
             has_aux=step.has_aux,
             loss_scale=step.first_scale,
@@ -229,17 +231,20 @@ class _AveragedOverRanks(StepReducer):
         """Check that all ranks take the same step."""
         label, plan = f"data_parallel({step.name})", getattr(step.source, "plan", None)
         with self._ranks.together(label) as facts:
+            facts.own["probe"] = probe = next(self._probes)
             check_state(label, state, TrainState)
             facts.own["samples"] = batches.read(step.name, batch).size
-            facts.own["probe"] = next(self._probes)
             number, key = int(state.step), _digest([state.key])
             facts.same |= {"step": number, "key": key, "options": self._options}
             facts.same |= {"plan": repr(plan), "state": None}
-            if self._expected != (number, key):  # it is not where the last step ended
+            if probe or self._expected != (number, key):  # where the last step ended
                 facts.same["state"] = _digest(
                     x for x in tensors(state) if not isinstance(x, DTensor)
                 )
         self._expected = None
+        due = any(note["probe"] for note in facts.notes)
+        if due:
+            check_optimizer(self._ranks, label, step.tx, state.params, state.step)
         sizes = [note["samples"] for note in facts.notes]
         limit = 0 if plan is None else plan.largest_batch or plan.dataset_size
         if plan is not None and sum(sizes) > limit:
@@ -252,10 +257,10 @@ class _AveragedOverRanks(StepReducer):
         tags: tuple[Tag, ...] = ()
         if step.source.transform is None:
             _check_means(sizes, state)
-            if any(note["probe"] for note in facts.notes):
+            if due:
                 loss = getattr(step.source, "loss", None)
                 arguments = loss, state.params, state.buffers, batch
-                check_probe(self._ranks, label, *arguments, rows=(2,))
+                check_loss(self._ranks, label, *arguments, rows=(2,))
             if self._ranks.rank:  # whose samples are others
                 tags = "rank", self._ranks.rank
         elif plan is not None:
@@ -384,7 +389,7 @@ class _AcrossRanks:
             notes = call.exchange("batch", facts, options=self._options)
             if any(note["probe"] for note in notes):
                 with call.same_errors():
-                    check_probe(ranks, call.label, options.loss, *inputs[:3])
+                    check_loss(ranks, call.label, options.loss, *inputs[:3])
         counts = [note["counted"] for note in notes]
         sizes = [note["size"] for note in notes]
         seed, size = notes[0]["seed"], read.size
@@ -429,22 +434,28 @@ class _AcrossRanks:
         """Join the lists of samples in a result over the ranks."""
         ranks, lists = self._ranks, list[Tensor]()
         transform.mapped(lambda leaf: lists.append(leaf) or leaf, result)
-        kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
-        text, place = json.dumps(kinds), f"{call.label}, kinds of lists"
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        notes = [note["kinds"] for note in call.exchange("lists", {"kinds": digest})]
+        kinds = [[str(leaf.dtype)[6:], *leaf.shape[1:]] for leaf in lists]
+        fallbacks = transform.options.fallbacks
+        note = json.dumps([fallbacks.route, kinds])
         with call.same_errors():
+            notes = ranks.exchanged(f"{call.label}, lists", note)
+            # Without samples a rank does not have the dtypes of the others.
             filled = [rank for rank, size in enumerate(sizes) if size] or [0]
-            first = notes[filled[0]]
-            if any(notes[rank] != first for rank in filled):
+            kinds = notes[filled[0]][1]
+            if any(notes[rank][1] != kinds for rank in filled):
                 raise RankError(
                     f"{call.label}: expected lists of samples of the same dtypes and "
                     f"trailing shapes on all ranks, got others. Pad samples to the "
                     f"same shape on every rank."
                 )
-            if any(note != first for note in notes):
-                # Without samples a rank does not have the dtypes of the others.
-                kinds = ranks.exchanged(place, text)[filled[0]]
+            routes = [notes[rank][0] for rank in filled]
+            if len({*routes}) > 1:
+                raise RankError(
+                    f"{call.label}: expected private training by one strategy on all "
+                    f"ranks, got {routes} on ranks {filled}, since their samples "
+                    f'differ. Pass strategy="loop", or another one that runs the loss.'
+                )
+            fallbacks.route = routes[0]
             remaining = iter(kinds)
 
             def joined(leaf: Tensor) -> Tensor:

@@ -248,7 +248,9 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     ):
         _check(label, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
-        mapped = any(entry.failure for entry in options.fallbacks.histories.values())
+        fallbacks = options.fallbacks
+        mapped = any(entry.failure for entry in fallbacks.histories.values())
+        mapped |= fallbacks.route in ("vmap", "loop")
         facts.own |= {"size": size, "mapped": mapped}
         facts.same["strategy"] = options.strategy
         facts.same["layout"] = layout({**params, **buffers})

@@ -85,7 +85,7 @@ def epsilon(
         >>> round(epsilon(noise_multiplier=1.0, **run), 2)
         1.83
     """
-    [steps] = checks.whole("epsilon", least=0, steps=steps)
+    [steps] = checks.integers("epsilon", minimum=0, steps=steps)
     rate, delta = check("epsilon", sampling_rate, steps, delta, accountant)
     checks.non_negative("epsilon", noise_multiplier=noise_multiplier)
     [noise] = checks.finite("epsilon", noise_multiplier=noise_multiplier)
@@ -135,7 +135,7 @@ def noise_multiplier_for(
         9.91
     """
     function = "noise_multiplier_for"
-    [steps] = checks.whole(function, least=1, steps=steps)
+    [steps] = checks.integers(function, minimum=1, steps=steps)
     sampling_rate, delta = check(function, sampling_rate, steps, delta, accountant)
     checks.positive(function, epsilon=epsilon)
     [epsilon] = checks.finite(function, epsilon=epsilon)

@@ -7,6 +7,7 @@ and z_g C it has the multiplier z of the plan where z^-2 = z_g^-2 + (2 s_b)^-2.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from vgrad.dp.noise import gaussian_noise
 from vgrad.persample.clipped import LEAST, MOST, ClippedGrad
 from vgrad.typing import Tree
 
+_OLD = {"lower": "least", "upper": "most"}
+"""Names of fields in saved plans, in their digests and in seeds of their noise."""
+
 
 @dataclass(frozen=True)
 class QuantileClip:
@@ -28,8 +32,8 @@ class QuantileClip:
     rate: float
     start: float
     count_deviation: float | None
-    least: float
-    most: float
+    lower: float
+    upper: float
 
     def __post_init__(self) -> None:
         function = "quantile_clip"
@@ -42,14 +46,28 @@ class QuantileClip:
                 f"{function}(quantile={self.quantile!r}): expected at most 1. A "
                 f"quantile of 0.5 is the median."
             )
-        checks.between(function, LEAST, MOST, least=self.least, most=self.most)
-        if not self.least <= self.start <= self.most:
+        checks.between(function, LEAST, MOST, lower=self.lower, upper=self.upper)
+        if not self.lower <= self.start <= self.upper:
             raise ValueError(
-                f"{function}(start={self.start}, least={self.least}, most={self.most}):"
-                f" expected a start between the two ends. Pass others."
+                f"{function}(start={self.start}, lower={self.lower}, "
+                f"upper={self.upper}): expected a start between the two ends. Pass "
+                f"others."
             )
         # Clips of equal numbers are equal.
         self.__dict__.update({name: float(x) for name, x in fields.items()})
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields by the names that identities of plans have had from the start."""
+        return {_OLD.get(name, name): value for name, value in vars(self).items()}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "QuantileClip | None":
+        """Read fields of a saved plan, under their names or the old ones, if any."""
+        new = {old: name for name, old in _OLD.items()}
+        values = {new.get(name, name): value for name, value in values.items()}
+        fits = values.keys() == cls.__dataclass_fields__.keys()
+        return cls(**values) if fits else None
 
     def deviation(self, expected_batch_size: float) -> float:
         """Return the deviation of the noise on the count."""
@@ -84,7 +102,7 @@ class QuantileClip:
                 "fields of a state together."
             )
         # Between both ends also where a state was damaged, and without a wait.
-        return max_norm.nan_to_num(self.least).clamp(self.least, self.most).to(device)
+        return max_norm.nan_to_num(self.lower).clamp(self.lower, self.upper).to(device)
 
     def following(
         self,
@@ -110,7 +128,7 @@ class QuantileClip:
     def after(self, bound: Tensor, fraction: Tensor) -> Tensor:
         """Return the bound of the next step, float64 `[]`."""
         step = (-self.rate * (fraction.double() - self.quantile)).exp()
-        return (bound * step).clamp(self.least, self.most)
+        return (bound * step).clamp(self.lower, self.upper)
 
 
 def count_below(result: ClippedGrad) -> Tensor:
@@ -125,15 +143,15 @@ def quantile_clip(
     rate: float = 0.2,
     start: float = 1.0,
     count_deviation: float | None = None,
-    least: float = 1e-6,
-    most: float = 1e6,
+    lower: float = 1e-6,
+    upper: float = 1e6,
 ) -> QuantileClip:
     """Make a bound C for `Plan(max_norm=...)` that follows a quantile of the norms.
 
     Each step counts how many of its samples have a norm of at most C, adds Gaussian
     noise of deviation `count_deviation` to the sum of b_i - 1/2, and divides by the
     expected batch size: b is that plus 1/2, between 0 and 1. The next step clips to
-    `C exp(-rate (b - quantile))`, between `least` and `most`. All of it is one release
+    `C exp(-rate (b - quantile))`, between `lower` and `upper`. All of it is one release
     with the gradients, at the plan's noise multiplier z: their own multiplier is
     `(z^-2 - (2 count_deviation)^-2)^(-1/2)`, which has to exist. Costs one number.
 
@@ -151,4 +169,4 @@ def quantile_clip(
         >>> clip.after(torch.tensor(1.0), torch.tensor(0.5))
         tensor(1., dtype=torch.float64)
     """
-    return QuantileClip(quantile, rate, start, count_deviation, least, most)
+    return QuantileClip(quantile, rate, start, count_deviation, lower, upper)

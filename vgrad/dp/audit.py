@@ -376,7 +376,7 @@ def _of_guesses(
             f"part by fair coins, got {len(high)} and {len(low)}. Draw a coin for each."
         )
     named = {f"guesses[{place}]": number for place, number in enumerate(guesses)}
-    guesses_in, guesses_out = checks.whole(function, least=0, **named)
+    guesses_in, guesses_out = checks.integers(function, minimum=0, **named)
     guessed = guesses_in + guesses_out
     if not 0 < guessed <= count:
         raise ValueError(

@@ -75,7 +75,7 @@ def audit(
             f"{function}(batch): expected independent noise, with which samples that "
             f"are in all steps cancel, got {mechanism.noise.scheme!r}. Leave batch out."
         )
-    [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
+    [count] = checks.integers(function, minimum=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
     samples = Canaries(params, count, key, scales, densities)
     loss = samples.loss(options.loss if batch else None, has_aux=options.has_aux)
@@ -168,6 +168,7 @@ def noisy_gradients(
         key=key,
         step=torch.full_like(state.step, plan.earlier_steps),
         plan_digest=digest.to(state.plan_digest.device),
+        route=torch.zeros_like(state.route),
         noise=(),
         max_norm=(),
     )
@@ -179,7 +180,8 @@ def noisy_gradients(
         if number == len(parts):
             state = step.reduce.reloaded(state)
         state = state._replace(optimizer=optimizer)
-        clipped = source.at(state.max_norm, state.params, int(state.step))
+        place = state.max_norm, state.params, int(state.step), int(state.route)
+        clipped = source.at(*place)
         if hasattr(step.execute, "reports"):  # a first call is captured, and not run
             step(state, *batch)
         state, _ = step(state, *batch)

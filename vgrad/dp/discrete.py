@@ -56,7 +56,7 @@ class DiscreteNoise:
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Round a member's sums to the grid, and add noise."""
-        [member] = checks.whole("add_gaussian_noise", least=0, member=member)
+        [member] = checks.integers("add_gaussian_noise", minimum=0, member=member)
         grid, noisy = self.deviation * 2.0**-BITS, {}
         for name, total in sums.items():
             self._check(name, total)

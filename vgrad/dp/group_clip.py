@@ -135,7 +135,8 @@ def group_clip(
 
 def clip_of(fields: Mapping[str, object]) -> QuantileClip | GroupClip:
     """Return the clip of a dictionary: bounds by pattern, or as `asdict` writes it."""
-    for kind in (QuantileClip, GroupClip):
-        if fields.keys() == kind.__dataclass_fields__.keys():
-            return kind(**fields)  # pyright: ignore[reportArgumentType]
+    if (clip := QuantileClip.of(fields)) is not None:
+        return clip
+    if fields.keys() == GroupClip.__dataclass_fields__.keys():
+        return GroupClip(**fields)  # pyright: ignore[reportArgumentType]
     return group_clip(fields)  # pyright: ignore[reportArgumentType]

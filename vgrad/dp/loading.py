@@ -62,7 +62,9 @@ class Run:
         seeded: bool = False,
     ) -> None:
         if size is not None:
-            [size] = checks.whole("PrivateGradients", least=1, physical_batch_size=size)
+            [size] = checks.integers(
+                "PrivateGradients", minimum=1, physical_batch_size=size
+            )
         # No reference to the loader, since a DataLoader in a cycle waits seconds for
         # its workers when the cycle is collected.
         self.plan, self.key, self._size = plan, key, size

@@ -258,7 +258,7 @@ class Noise:
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Draw the noise of a member's sums, and add it."""
-        [member] = checks.whole("add_gaussian_noise", least=0, member=member)
+        [member] = checks.integers("add_gaussian_noise", minimum=0, member=member)
         return self.added_to(sums, member=member)[0]
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
@@ -849,7 +849,7 @@ def checked(
         )
     checks.non_negative(function, noise_multiplier=noise_multiplier)
     [multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
-    [step] = checks.whole(function, least=first, step=step)
+    [step] = checks.integers(function, minimum=first, step=step)
     checks.between(function, -1, 2**63, step=step)
     generators.check_key(function, key)
     return {"noise_multiplier": multiplier, "key": key, "step": step}

@@ -139,7 +139,7 @@ class Noising:
 
     def __post_init__(self) -> None:
         checks.choice("Noising", get_args(Scheme), scheme=self.scheme)
-        [size] = checks.whole("Noising", least=1, size=self.size)
+        [size] = checks.integers("Noising", minimum=1, size=self.size)
         named = {f"coefficients[{j}]": c for j, c in enumerate(self.coefficients)}
         checks.finite("Noising", **named)
         numbers = tuple(map(float, self.coefficients))
@@ -195,7 +195,7 @@ class Noising:
             8.5
         """
         run = {"separation": separation, "participations": participations}
-        numbers = checks.whole("Noising.fitted", least=1, steps=steps, **run)
+        numbers = checks.integers("Noising.fitted", minimum=1, steps=steps, **run)
         scheme = self.optimal(steps, **run)
         coefficients, size = scheme.coefficients, scheme.size
         if self.scheme == "bisr":
@@ -361,7 +361,7 @@ class Fitted:
         Reference: arXiv 2405.13763, theorem 2.
         """
         steps = self.steps if steps is None else steps
-        [steps] = checks.whole("Fitted.sensitivity", least=1, steps=steps)
+        [steps] = checks.integers("Fitted.sensitivity", minimum=1, steps=steps)
         column = self.column(steps)
         return column_sensitivity(column, self.separation, self.participations)
 

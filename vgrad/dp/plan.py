@@ -123,7 +123,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
-        size, steps = checks.whole("Plan", least=1, **counts)
+        size, steps = checks.integers("Plan", minimum=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
         values: dict[str, Any] = self.__dict__
         for name, kind, text in (
@@ -152,7 +152,9 @@ class Plan:
         values.update(dataset_size=size, steps=steps)
         for name in ("samples_per_unit", "horizon", "max_batch_size"):
             if values[name] not in (None, "auto"):
-                [values[name]] = checks.whole("Plan", least=1, **{name: values[name]})
+                [values[name]] = checks.integers(
+                    "Plan", minimum=1, **{name: values[name]}
+                )
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
                 f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
@@ -209,8 +211,8 @@ class Plan:
         if isinstance(self.max_norm, QuantileClip):
             clip, size = self.max_norm, self.sampling_rate * self.dataset_size
             clip.gradient_multiplier(self.noise_multiplier, size)
-            ends = {"least / expected_batch_size": clip.least / size}
-            ends |= {"most / expected_batch_size": clip.most / size}
+            ends = {"lower / expected_batch_size": clip.lower / size}
+            ends |= {"upper / expected_batch_size": clip.upper / size}
             checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
 
     def _check_before(self) -> None:
@@ -290,8 +292,8 @@ class Plan:
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
         if batch_size is not None and epochs is not None and by_rate == (None, None):
             counts = {"dataset_size": dataset_size, "batch_size": batch_size}
-            dataset_size, batch_size, epochs = checks.whole(
-                function, least=1, **counts, epochs=epochs
+            dataset_size, batch_size, epochs = checks.integers(
+                function, minimum=1, **counts, epochs=epochs
             )
             if batch_size > dataset_size:
                 raise ValueError(
@@ -366,7 +368,7 @@ class Plan:
                 "Plan.after(other): expected a plan without another before it, got one "
                 "that follows another already. Call it on the original plan."
             )
-        [steps] = checks.whole("Plan.after", least=0, steps=steps)
+        [steps] = checks.integers("Plan.after", minimum=0, steps=steps)
         if steps > other.steps:
             raise ValueError(
                 f"Plan.after(other, steps={steps}): expected at most the "
@@ -427,7 +429,9 @@ class Plan:
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
         kinds = {name: getattr(self, name) for name in names} | changed
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
-        if isinstance(self.max_norm, QuantileClip | GroupClip):
+        if isinstance(self.max_norm, QuantileClip):
+            kinds["max_norm"] = self.max_norm.identity
+        if isinstance(self.max_norm, GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self.mechanism.steps
@@ -518,7 +522,7 @@ class Plan:
             return math.nan if self._adapts else scale
         if self.before is not None and step < self.earlier_steps:
             return self.before.deviation(step)
-        [step] = checks.whole("Plan.deviation", least=0, step=step)
+        [step] = checks.integers("Plan.deviation", minimum=0, step=step)
         if step >= self.steps:
             raise ValueError(
                 f"Plan.deviation(step={step}): expected one of the {self.steps} steps "
@@ -562,14 +566,14 @@ class Plan:
             ValueError: `steps` is above the steps of the plan.
         """
         account = self.account(self._counted("Plan.epsilon", steps))
-        [releases] = checks.whole("Plan.epsilon", least=1, releases=releases)
+        [releases] = checks.integers("Plan.epsilon", minimum=1, releases=releases)
         account = [term._replace(steps=term.steps * releases) for term in account]
         return accounting.composed(account, self.delta, self.accountant)
 
     def _counted(self, function: str, steps: int | None) -> int:
         """Return a number of steps of the plan, all of them by default."""
         steps = self.steps if steps is None else steps
-        [steps] = checks.whole(function, least=0, steps=steps)
+        [steps] = checks.integers(function, minimum=0, steps=steps)
         if steps > self.steps:
             raise ValueError(
                 f"{function}(steps={steps}): expected at most the {self.steps} steps "

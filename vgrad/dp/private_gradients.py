@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -137,14 +137,17 @@ class PrivateSource:
     counts: Streams = field(default_factory=Streams)  # of norms
 
     def at(
-        self, max_norm: Tree, params: Mapping[str, Tensor], step: int
+        self, max_norm: Tree, params: Mapping[str, Tensor], step: int, route: int
     ) -> ClippedGradFn:
-        """Return the clipped sum of a step: at the bound of a state, if it adapts."""
+        """Return the clipped sum of a step, by the route and bound of a state."""
+        options = self.transform.options
+        chosen = options.strategy != "auto"
+        options.fallbacks.route = "auto" if chosen else _ROUTES[route]
         if refused := [name for name, x in params.items() if x.is_complex()]:
             raise TypeError(
-                f"{self.transform.options.function}(params): expected real "
-                f"parameters, got complex ones in {refused}. Train "
-                f"torch.view_as_real(w), and take its view_as_complex in the model."
+                f"{options.function}(params): expected real parameters, got complex "
+                f"ones in {refused}. Train torch.view_as_real(w), and take its "
+                f"view_as_complex in the model."
             )
         clip, clipped = self.plan.max_norm, self.transform
         if not isinstance(clip, QuantileClip):
@@ -193,6 +196,14 @@ class PrivateSource:
         scales = plan.scales(params)
         sums = scaled(result.grads, scales) if scales else result.grads
         return Release(sums, scales, noise, following)
+
+
+_ROUTES = get_args(Strategy)
+
+
+def route_of(clipped: ClippedGradFn) -> int:
+    """Return the number of the strategy by which a private run computes sums."""
+    return _ROUTES.index(clipped.options.fallbacks.route)
 
 
 def _states_in_python() -> tuple[Any, ...]:
@@ -323,7 +334,7 @@ class PrivateGradients:
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
         if augmentations is not None:
-            checks.whole("PrivateGradients", least=1, augmentations=augmentations)
+            checks.integers("PrivateGradients", minimum=1, augmentations=augmentations)
         loader_copies = None if augment is None else augmentations or 1
         self._count = self.plan.samples_per_unit
         shape = tuple(filter(None, (self._count, loader_copies)))
@@ -346,6 +357,7 @@ class PrivateGradients:
         self._keyed = True  # whether its random numbers follow from keys of samples
         self._history: Tree = ()  # of the noise
         self._max_norm: Tree = ()  # of the next step, where it adapts
+        self._route = 0  # of all steps, once it is known
 
     @property
     def model(self) -> nn.Module:
@@ -365,7 +377,7 @@ class PrivateGradients:
     @property
     def max_norm(self) -> Tensor | None:
         """The bound of the next step where the plan's adapts, float64 `[]`."""
-        arguments = self._max_norm, self._live.parameters, self.step
+        arguments = self._max_norm, self._live.parameters, self.step, self._route
         return self._source.at(*arguments).options.max_norm
 
     @property
@@ -416,12 +428,14 @@ class PrivateGradients:
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 batch = self._with_mask(pending, batch)
-                clipped = self._source.at(self._max_norm, params, self.step)
+                place = self._max_norm, params, self.step, self._route
+                clipped = self._source.at(*place)
                 start = len(self._sums.losses) if pending.number else 0
                 places = range(start, start + len(pending.rows))
                 arguments: Any = clipped, places, self.key, self.step
                 run = partial(self._source.computed, *arguments)
                 result, keyed = self._live.run(run, params, buffers, *batch)
+                self._route = route_of(clipped)
                 arguments = advanced, clipped.options, params, buffers, batch
                 written = self._live.run(*arguments) if pending.last else {}
         self._keyed = keyed and (self._keyed or not pending.number)
@@ -464,7 +478,7 @@ class PrivateGradients:
                 f"got a {type(optimizer).__name__}."
             )
         counts = {"earlier_steps": earlier_steps}
-        [earlier] = checks.whole("PrivateGradients.watch", least=0, **counts)
+        [earlier] = checks.integers("PrivateGradients.watch", minimum=0, **counts)
         self._guard.watch(inside, earlier)
         return optimizer
 
@@ -521,8 +535,8 @@ class PrivateGradients:
         private._count = None  # a canary stands for a unit
         private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
         before = plan if plan.before is None else plan.before
-        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
-        private.load_state_dict(state)
+        state = {"key": key, "step": plan.earlier_steps, "route": 0}
+        private.load_state_dict({**state, "plan": asdict(before)})
         releases = []
         for number, batch in enumerate(batches, start=1):
             if number == len(batches):
@@ -543,7 +557,7 @@ class PrivateGradients:
         return releases
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the key, the step and the plan, from which a run can be resumed.
+        """Return key, step, plan and route, from which a run can be resumed.
 
         Noise that is correlated over steps has its history too, and a bound that adapts
         is there. It is as secret as the data: noise can be removed with the key. Save
@@ -555,7 +569,8 @@ class PrivateGradients:
             noise["noise"] = {**self._history._asdict(), "buffers": buffers}
         if isinstance(self._max_norm, Tensor):
             noise["max_norm"] = self._max_norm.clone()
-        return {"key": self.key.clone(), "step": self.step, "plan": plan, **noise}
+        place = {"key": self.key.clone(), "step": self.step, "route": self._route}
+        return {**place, "plan": plan, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `state_dict`: the same batches and the same noise.
@@ -571,14 +586,15 @@ class PrivateGradients:
                 with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
-        if {"key", "step", "plan"} != set(state) - {"noise", "max_norm"}:
+        if {"key", "step", "plan", "route"} != set(state) - {"noise", "max_norm"}:
             raise ValueError(
-                f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
-                f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
-                f"a module is for model.load_state_dict."
+                f"{function}: expected 'key', 'step', 'plan' and 'route', as "
+                f"state_dict() returns them, got {checks.listed(state) or 'nothing'}. "
+                f"The state of a module is for model.load_state_dict."
             )
         check_key(function, state["key"])
-        [step] = checks.whole(function, least=0, step=state["step"])
+        [step] = checks.integers(function, minimum=0, step=state["step"])
+        checks.choice(function, range(len(_ROUTES)), route=state["route"])
         history: Tree = ()
         try:
             saved = plan_of(**state["plan"])
@@ -600,14 +616,16 @@ class PrivateGradients:
             )
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
-            clipped = self._source.at(max_norm, self._live.parameters, step)
+            place: Any = max_norm, self._live.parameters, step, state["route"]
+            clipped = self._source.at(*place)
             max_norm = clipped.options.max_norm
-            place: Any = {"key": state["key"], "step": step, "max_norm": max_norm}
+            place = {"key": state["key"], "step": step, "max_norm": max_norm}
             arguments = clipped.sensitivity, Streams()
             noise: Any = self.plan.step_noise(*arguments, **place, history=history)
             history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
+        self._route = state["route"]
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()

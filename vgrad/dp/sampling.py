@@ -46,8 +46,10 @@ def poisson_sample(
         >>> poisson_sample(10, 0.3, key=secret_key(seed=0), step=0)
         tensor([0, 4])
     """
-    [dataset_size] = checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
-    [step] = checks.whole("poisson_sample", least=0, step=step)
+    [dataset_size] = checks.integers(
+        "poisson_sample", minimum=1, dataset_size=dataset_size
+    )
+    [step] = checks.integers("poisson_sample", minimum=0, step=step)
     sampling_rate = check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     numbers = _uniform(dataset_size, key, "batch", step)
@@ -108,7 +110,7 @@ class StepBatches:
         place: tuple[Any, ...],
     ) -> None:
         function = type(self).__name__
-        [self.start] = checks.whole(function, least=0, start=start)
+        [self.start] = checks.integers(function, minimum=0, start=start)
         if self.start > steps:
             raise ValueError(
                 f"{function}(start={start}, steps={steps}): expected a start of at "
@@ -173,7 +175,9 @@ class PoissonBatchSampler(StepBatches):
     ) -> None:
         function, run = "PoissonBatchSampler", {"dataset_size": dataset_size}
         cap = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
-        size, steps, *rest = checks.whole(function, least=1, **run, steps=steps, **cap)
+        size, steps, *rest = checks.integers(
+            function, minimum=1, **run, steps=steps, **cap
+        )
         cap: Any = dict(zip(cap, rest, strict=True))
         rate = check_rate(function, sampling_rate)
         generators.check_key(function, key)

@@ -116,7 +116,7 @@ class Units:
 def _independent(owners: list[set], limit: int | None) -> list[int]:
     """Choose samples in which no owner occurs twice; fewest owners come first."""
     if limit is not None:
-        [limit] = checks.whole("Units", least=1, most_owners=limit)
+        [limit] = checks.integers("Units", minimum=1, most_owners=limit)
     seen: set = set()
     chosen = []
     for row in sorted(range(len(owners)), key=lambda row: len(owners[row])):
@@ -204,7 +204,9 @@ def unit_loader(
         >>> x.shape[1:] == present.shape[1:] == (2,)
         True
     """
-    [count] = checks.whole("unit_loader", least=1, samples_per_unit=samples_per_unit)
+    [count] = checks.integers(
+        "unit_loader", minimum=1, samples_per_unit=samples_per_unit
+    )
     grouped = Grouped(dataset, None, (count,))
     collated = collate(grouped, options.get("collate_fn") or default_collate)
     options["collate_fn"] = partial(_with_mask, collated, count)

@@ -5,6 +5,7 @@ that keep the device busy gain nothing: on a CPU the data of all of them does no
 its caches, and convolutions have no batched kernel there. E members.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
+    drawn_since,
     kept_random_state,
     random_state,
     sample_keys,
@@ -38,11 +40,20 @@ from vgrad.torch_private import autograd, modes
 from vgrad.tree import double, map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 
-BUSY = 50.0
-"""MFLOP of a forward pass above which one member saturates a CPU."""
+BUSY = 1000.0
+"""MFLOP of products in a forward pass above which one member saturates a CPU."""
 
-CONVOLVED = 5.0
-"""MFLOP of convolutions in a forward pass above which one member saturates a CPU."""
+CONVOLVED = 4.0
+"""Million outputs of convolutions, of all members, above which a CPU's caches are full.
+
+Below, the ops around the convolutions gain from running for all members at once.
+"""
+
+FEW, FEW_DIFFERENTIATED = 4, 2
+"""Members up to which the passes of each cost a CPU less than the one of all.
+
+The latter runs as much Python as some members; a backward pass runs none.
+"""
 
 Forms = list[tuple[str, str]]
 """Ops and their forms, in order."""
@@ -53,7 +64,10 @@ def run_member(
 ) -> Any:
     """Run a function for a member by itself; each weight is cast once."""
     casts = partial(AutocastMode, [*params.values()])
-    if draws.keys is None:
+    if draws.keys is None or draws.idle:
+        # Without a transform torch's own autocast does for a loss that turns it on.
+        if not (modes.autocast_is_on() or modes.inside_transform()):
+            return function(params, buffers, *batch)
         with casts():
             return function(params, buffers, *batch)
     mode = LossMode(draws=draws, captured=checks_collected())
@@ -64,27 +78,40 @@ def run_member(
 def looped(
     function: Callable, call: MemberCall, keep: Callable = lambda member, result: result
 ) -> list[Any]:
-    """Run `function(member, params, buffers, *batch)` for one member after another."""
+    """Run `function(member, draws, params, buffers, *batch)` for each in turn."""
+    draws = [call.draws.of(slice(n, n + 1)) for n in range(call.layout.members)]
+    keyed, known = call.draws.keys is not None, call.fallbacks
+    # Members that drew nothing so far run without their keys, unless they draw now.
+    idle = keyed and known.draws is False and not call.captured
     results = []
-    arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, call.unchanged():
         # Each member draws from where the one before it stopped, unless told otherwise.
-        different = call.randomness == "different"
-        before = random_state(() if different else call.tensors)
-        for member, inputs in enumerate(arguments):
+        before = random_state(
+            call.tensors if idle or call.randomness != "different" else ()
+        )
+        for member, inputs in enumerate(call.each_member()):
             if call.randomness == "same":
                 set_random_state(before)
-            result = function(member, *inputs)
-            call.refuse_draws(before, "member", partial(function, member, *inputs))
+            draws[member].idle = idle
+            arguments = member, draws[member], *inputs
+            result = function(*arguments)
+            if call.randomness == "error":
+                call.refuse_draws(before, "member", partial(function, *arguments))
             results.append(keep(member, result))
+        if idle and drawn_since(before, call.tensors):
+            set_random_state(before)
+            known.draws = True
+            return looped(function, call, keep)
+    if keyed and not idle and not call.captured:
+        known.draws = bool(known.draws) or any(one.drew for one in draws)
     return results
 
 
 def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     """Run a function for one member after another; tensors gain the axis 0."""
 
-    def of_member(member: int, *inputs: Any) -> Any:
-        return run_member(function, call.draws_of(member), *inputs)
+    def of_member(member: int, *arguments: Any) -> Any:
+        return run_member(function, *arguments)
 
     return call.joined(looped(of_member, call), stack_results)
 
@@ -269,23 +296,18 @@ def _difference(
         fixed = {name: getattr(pair, name) for name in ("params", "buffers", "items")}
         ways.insert(0, pair.replaced(**map_tensors(_widened, fixed)))
     for way in ways:
-        results = []
         try:
-            for run in (joint, separate):
-                restart()
-                results.append([x.detach() for x in tensors(run(way)) if _is_real(x)])
+            restart()
+            together = _real(joint(way))
+            restart()
+            with Dtypes() as mode:
+                each = _real(separate(way))
         except Exception:
             if way is pair:
                 raise
             continue  # a constant of its own dtype may refuse float64
         kinds = {torch.float64} if way is not pair else dtypes or {torch.float32}
-        difference = _largest(results[0], results[1], bound_of(kinds))
-        if difference is not None:
-            restart()
-            with Dtypes() as mode:
-                separate(way)
-            difference = _largest(results[0], results[1], bound_of(kinds | mode.seen))
-        return difference
+        return _largest(together, each, bound_of(kinds | mode.seen))
     return None
 
 
@@ -306,8 +328,8 @@ def _largest(values: list[Tensor], exact: list[Tensor], bound: Bound) -> float |
     return largest if largest > bound.relative else None
 
 
-def _is_real(value: Tensor) -> bool:
-    return value.is_floating_point()
+def _real(results: Tree) -> list[Tensor]:
+    return [x.detach() for x in tensors(results) if x.is_floating_point()]
 
 
 def _widened(value: Tensor) -> Tensor:
@@ -338,20 +360,30 @@ def _signature(call: MemberCall) -> tuple:
 def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
     if not is_host(call.tensors[0].device):
         return "hybrid", "an accelerator has room for all members at once"
-    counter = modes.flop_counter()
+    few = FEW_DIFFERENTIATED if call.differentiates else FEW
+    if call.layout.members <= few:
+        return "loop", f"up to {few} members cost a CPU less one after another"
+    counter = modes.flop_counter(dict.fromkeys(modes.CONVOLUTIONS, _outputs))
     with kept_random_state(call.tensors), counter, protect(call.protected()):
         try:
-            run_member(function, Draws(), *call.member(0))
+            run_member(function, Draws(), *call.each_member()[0])
         except Exception:  # of a loss that differentiates, or of one that raises
             return "hybrid", "the work of a member is unknown"
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
-    total = sum(counts.values()) / 1e6
-    convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6
-    if convolved > CONVOLVED:
-        return "loop", f"{convolved:.1f} MFLOP of a member are convolutions, on a CPU"
-    if total > BUSY:
-        return "loop", f"the {total:.1f} MFLOP of a member keep a CPU busy"
-    return "hybrid", f"the {total:.1f} MFLOP of a member leave a CPU waiting for calls"
+    convolved = sum(counts.pop(op, 0) for op in modes.CONVOLUTIONS) / 1e6
+    outputs, work = convolved * call.layout.members, sum(counts.values()) / 1e6
+    if outputs > CONVOLVED:
+        return (
+            "loop",
+            f"{outputs:.1f} million outputs of convolutions fill a CPU's cache",
+        )
+    if work > BUSY:
+        return "loop", f"the {work:.1f} MFLOP of a member keep a CPU busy"
+    return "hybrid", f"the {work:.1f} MFLOP of a member leave a CPU waiting for calls"
+
+
+def _outputs(*_: Any, out_shape: torch.Size, **__: Any) -> int:
+    return math.prod(out_shape)
 
 
 def fall_back(call: MemberCall, why: str) -> None:

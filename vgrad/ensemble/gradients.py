@@ -52,6 +52,7 @@ from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes
+from vgrad.torch_private.kernels import copy_all_
 from vgrad.tree import map_tensors, tree_map
 from vgrad.typing import (
     BatchLossFn,
@@ -176,10 +177,11 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         branches = call.by_values
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
-        for member in range(call.layout.members if branches else 1):
-            draws, scale = call.draws.of(torch.tensor([member])), torch.ones(())
+        members = call.each_member()
+        for member in range(len(members) if branches else 1):
+            draws = call.draws.of(torch.tensor([member]))
             with kept_random_state(call.tensors):
-                *_, unreached = self._of_member(draws, scale, *call.member(member))
+                *_, unreached = self._of_member(draws, None, *members[member])
             if reached := names - unreached:
                 raise UnsupportedOp(
                     f"ensemble_grad(loss): expected gradients of all members wherever "
@@ -189,12 +191,14 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         call.unreached.add(names)
 
     def _of_member(
-        self, draws: Draws, scale: Tensor, params: Params, *rest: Any
+        self, draws: Draws, scale: Tensor | None, params: Params, *rest: Any
     ) -> tuple[Params, Any, set[str]]:
         """Differentiate the loss of a member by itself, as `gradient` does."""
 
         def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             (loss, aux), new = run_member(self.run, draws, params, *rest)
+            if scale is None:
+                return loss, ((loss, aux), new)
             return loss * scale.to(loss.device, loss.dtype), ((loss, aux), new)
 
         return gradient(scaled, params)
@@ -203,29 +207,32 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         self, call: MemberCall, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Write each member's gradients into their place: nothing is copied twice."""
-        shared = call.layout.shared
-        if not isinstance(loss_scale, Tensor):
-            loss_scale = torch.tensor(loss_scale, dtype=torch.float64)
+        members, shared = call.layout
+        if isinstance(loss_scale, Tensor):
+            scales: Sequence[Tensor | None] = loss_scale.expand(members).unbind(0)
+        elif loss_scale == 1:
+            scales = [None] * members
+        else:
+            scales = [torch.tensor(loss_scale, dtype=torch.float64)] * members
         grads = {
-            name: torch.zeros_like(value)
-            if name in shared
-            else torch.empty_like(value, memory_format=torch.contiguous_format)
+            name: torch.empty_like(value, memory_format=torch.contiguous_format)
             for name, value in call.params.items()
         }
-        scales = loss_scale.expand(call.layout.members).unbind(0)
-        rows = {n: x.unbind(0) for n, x in grads.items() if n not in shared}
+        stacked = [name for name in grads if name not in shared]
+        places = [*zip(*(grads[name].unbind(0) for name in stacked), strict=True)]
 
-        def one(member: int, *inputs: Any) -> tuple:
-            return self._of_member(call.draws_of(member), scales[member], *inputs)
+        def one(member: int, draws: Draws, *inputs: Any) -> tuple:
+            return self._of_member(draws, scales[member], *inputs)
 
         def keep(member: int, result: tuple) -> tuple:
             member_grads, pair, _ = result
             with modes.without_modes():  # which watch the loss
-                for name, grad in member_grads.items():
-                    if name in shared:
-                        grads[name] += grad
-                    else:
-                        rows[name][member].copy_(grad)
+                for name in shared.intersection(grads):
+                    if member == 0:
+                        grads[name].zero_()
+                    grads[name] += member_grads[name]
+                if stacked:
+                    copy_all_(places[member], [member_grads[n] for n in stacked])
             return pair
 
         pairs = looped(one, call, keep)
@@ -307,7 +314,7 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     check_options(ensemble_grad, options, EnsembleOptions)
-    call = MemberCall.of("ensemble_grad", **options)
+    call = MemberCall.of("ensemble_grad", **options).replaced(differentiates=True)
     check_loss("ensemble_grad", loss, of_batch=True)
     run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
     return EnsembleGradFn(options=call, loss=loss, run=run, has_aux=has_aux)
@@ -345,12 +352,12 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
                 f"one number or one for each of the {members} members."
             )
 
-        def one(member: int, params: Params, buffers: Buffers, *batch: Tree) -> Any:
+        def one(member: int, _: Draws, *arguments: Any) -> Any:
             transform = turns[member if len(turns) > 1 else 0]
             if keys is not None:
-                key, size = int(keys[member]), batches.read(call.function, batch).size
-                transform = transform.keyed(sample_keys(key, 0, size))
-            return run_member(transform, Draws(), params, buffers, *batch)
+                size = batches.read(call.function, arguments[2:]).size
+                transform = transform.keyed(sample_keys(int(keys[member]), 0, size))
+            return run_member(transform, Draws(), *arguments)
 
         return tree_map(stack_results, *looped(one, call))
 
@@ -383,7 +390,7 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
         same data are composed: E of them cost E times the steps of one.
         """
         checks.dictionaries("add_noise", grads=grads)
-        [first] = checks.whole("add_noise", least=0, first=first)
+        [first] = checks.integers("add_noise", minimum=0, first=first)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
         one = isinstance(noise_multiplier, Real | int | float)

@@ -16,7 +16,6 @@ from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.guards import Protected
-from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import AnyCall
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import versions_of
@@ -109,6 +108,7 @@ class MemberCall(AnyCall):
     in_dims: InDims = None
     shared: Patterns = ()
     verify: bool = True
+    differentiates: bool = False  # whether each call has a backward pass
     # Of all calls: the strategies of the shapes so far, with the reasons, and how many
     # calls there were of each kind of tensors.
     strategies: dict[Any, tuple[str, str]] = field(default_factory=dict)
@@ -174,15 +174,25 @@ class MemberCall(AnyCall):
                     )
         return dims
 
-    def member(self, i: int) -> tuple:
-        """Return the arguments of one member."""
-        return self.map(lambda value: value[i])
+    def each_member(self) -> list[tuple]:
+        """Return the arguments of each member, views in new containers."""
+        count, shared = self.layout
 
-    def draws_of(self, member: int) -> Draws:
-        """Return the random numbers of one member."""
-        if self.draws.keys is None and self.layout.members > 1:
-            return Draws()  # of the generators, in turn
-        return self.draws.of(slice(member, member + 1))
+        def rows(named: Params) -> list[Params]:
+            columns = {
+                n: [x] * count if n in shared else x.unbind(0) for n, x in named.items()
+            }
+            return [{n: x[i] for n, x in columns.items()} for i in range(count)]
+
+        def items(i: int) -> list[Tree]:
+            dims = zip(self.dims, self.items, strict=True)
+            return [
+                map_tensors(_itself if dim is None else lambda x: x[i], item)
+                for dim, item in dims
+            ]
+
+        members = zip(rows(self.params), rows(self.buffers), strict=True)
+        return [(*entries, *items(i)) for i, entries in enumerate(members)]
 
     def select(self, rows: Tensor) -> "MemberCall":
         """Return the call of these members, in this order."""
@@ -238,14 +248,14 @@ class MemberCall(AnyCall):
     def unchanged(self) -> Iterator[None]:
         """Raise after a block that has written into the caller's tensors."""
         protected = self.protected()
-        memory = {n: modes.unwrap_all(x) for n, x in protected.tensors.items()}
-        before = versions_of(memory.values())
+        before = versions_of(protected.tensors.values())
         # Batch norm does not count its writes into statistics, which are vectors.
         buffers = self.buffers.items() if not self.captured else ()
         axes = {name: 1 + (name not in self.layout.shared) for name in self.buffers}
         vectors = {n: x.clone() for n, x in buffers if x.ndim == axes[n]}
         yield
-        written = zip(memory, before, versions_of(memory.values()), strict=True)
+        after = versions_of(protected.tensors.values())
+        written = zip(protected.tensors, before, after, strict=True)
         names = [name for name, one, other in written if one != other]
         names += [n for n, x in vectors.items() if not _same([x, self.buffers[n]])]
         for name in names:

@@ -51,7 +51,7 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
             f"take(indices={checks.shown(rows)}): expected numbers of members in a "
             f"list or a tensor [K], got a {type(rows).__name__}. Take one as [1]."
         )
-    places = [i for x in rows for i in checks.whole("take", least=0, index=x)]
+    places = [i for x in rows for i in checks.integers("take", minimum=0, index=x)]
     states: Any = tree
     # Members that are trained one by one have keys and counts of their own.
     apart = type(states) in (list, tuple) and any(

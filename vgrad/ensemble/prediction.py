@@ -5,7 +5,7 @@ E members, N samples, C classes, Q quantiles.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.checks import Patterns
+from vgrad.contents import portable
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import EnsembleExplanation, EnsembleFn
 from vgrad.ensemble.layout import EnsembleOptions, MemberCall
@@ -158,7 +159,9 @@ def ensemble_forward(
     check_options(ensemble_forward, options, EnsembleOptions)
     call = MemberCall.of("ensemble_forward", **options)
     if chunk_size is not None:
-        [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
+        [chunk_size] = checks.integers(
+            "ensemble_forward", minimum=1, chunk_size=chunk_size
+        )
     return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)
 
 
@@ -334,7 +337,7 @@ def predict(
         _check_quantiles("predict", quantiles)
         size = chunk_size
         if size is not None:
-            [size] = checks.whole("predict", least=1, chunk_size=size)
+            [size] = checks.integers("predict", minimum=1, chunk_size=size)
         forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
         batch = batches.read("predict", inputs)
         # An empty batch is run too, for the shape of its outputs.
@@ -362,7 +365,9 @@ def predict(
     if ranks is None:
         parts = [summary(outputs, _Members()) for outputs in chunks()]
     else:
-        facts = _facts(fmodel, kind=kind, quantiles=[*quantiles], shared=[*shared])
+        facts = Values(kind=kind, quantiles=f"{[*quantiles]}", shared=f"{[*shared]}")
+        if isinstance(fmodel, FunctionalModel):  # else it is refused later
+            facts |= portable(fmodel=dict(fmodel.eval().named_modules())[""])
         parts = _over_ranks(ranks, facts, chunks(), summary)
     if kind == "class":
         return EnsemblePrediction(*map(torch.cat, zip(*parts, strict=True)))
@@ -397,29 +402,6 @@ class _Members(NamedTuple):
         if self.ranks is None:
             return value
         return self.ranks.joined(value.contiguous(), self.counts)
-
-
-def _facts(fmodel: Any, **options: Any) -> Values:
-    """Return the options, and the plain values of all modules."""
-    facts = Values({name: repr(value) for name, value in options.items()})
-    if isinstance(fmodel, FunctionalModel):  # else it is refused later
-        for path, module in fmodel.eval().named_modules():
-            place = f"fmodel.{path}" if path else "fmodel"
-            facts[place] = type(module).__qualname__
-            for name, value in vars(module).items():
-                facts[f"{place}.{name}"] = _text(value)
-    return facts
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return repr([*map(_text, value)])
-    if isinstance(value, str):
-        with suppress(RuntimeError):  # devices may differ between ranks
-            return type(torch.device(value)).__qualname__
-    if isinstance(value, bool | int | float | str):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _over_ranks(

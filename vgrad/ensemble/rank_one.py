@@ -60,7 +60,7 @@ def rank_one(
         >>> shared, params["0.weight"].shape, params["0.r"].shape
         (('0.weight', '2.weight'), torch.Size([8, 3]), torch.Size([4, 3]))
     """
-    [members] = checks.whole("rank_one", least=1, members=members)
+    [members] = checks.integers("rank_one", minimum=1, members=members)
     checks.patterns("rank_one", shared=shared, own=own, random=random)
     models: list[nn.Module] = []
     first: dict[str, Tensor] = {}  # the shared entries of member 0

@@ -26,9 +26,9 @@ def bootstrap_indices(
         torch.Size([3, 5])
     """
     function = "bootstrap_indices"
-    members, n = checks.whole(function, least=1, members=members, n=n)
-    [size] = checks.whole(function, least=1, size=n if size is None else size)
-    [seed] = checks.whole(function, least=0, seed=seed)
+    members, n = checks.integers(function, minimum=1, members=members, n=n)
+    [size] = checks.integers(function, minimum=1, size=n if size is None else size)
+    [seed] = checks.integers(function, minimum=0, seed=seed)
     source = torch.Generator().manual_seed(seed)
     return torch.randint(n, (members, size), generator=source)
 
@@ -45,9 +45,9 @@ def fold_indices(folds: int, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
         >>> train.shape, validation.shape
         (torch.Size([3, 5]), torch.Size([3, 2]))
     """
-    [folds] = checks.whole("fold_indices", least=2, folds=folds)
-    [seed] = checks.whole("fold_indices", least=0, seed=seed)
-    [n] = checks.whole("fold_indices", least=1, n=n)
+    [folds] = checks.integers("fold_indices", minimum=2, folds=folds)
+    [seed] = checks.integers("fold_indices", minimum=0, seed=seed)
+    [n] = checks.integers("fold_indices", minimum=1, n=n)
     if n < folds:
         raise ValueError(
             f"fold_indices(folds={folds}, n={n}): expected at least one sample a fold, "

@@ -72,7 +72,7 @@ def stack(
     """
     if seeds is not None:
         seeds = [
-            seed for x in seeds for seed in checks.whole("stack", least=0, seeds=x)
+            seed for x in seeds for seed in checks.integers("stack", minimum=0, seeds=x)
         ]
         models = build_models("stack(make)", [models] * len(seeds), seeds)
     models = _listed("stack", models)
@@ -169,7 +169,7 @@ def member_seed(seed: int, i: int) -> int:
         >>> member_seed(0, 0), member_seed(0, 1), member_seed(1, 0)
         (3543877940, 977323547, 1229769225)
     """
-    seed, i = checks.whole("member_seed", least=0, seed=seed, i=i)
+    seed, i = checks.integers("member_seed", minimum=0, seed=seed, i=i)
     if i >= 2**32:
         raise ValueError(f"member_seed(i={i}): expected i < 2**32.")
     left, right = divmod(i, 2**16)
@@ -220,7 +220,7 @@ def member(params: Params, i: int, *, shared: Patterns = ()) -> dict[str, Tensor
         {'weight': tensor([3., 4.])}
     """
     checks.dictionaries("member", params=params)
-    [i] = checks.whole("member", least=0, i=i)
+    [i] = checks.integers("member", minimum=0, i=i)
     common = shared_names("member", params, shared)
     if common.issuperset(params):  # of any number of members
         return dict(params)

@@ -60,17 +60,18 @@ class Probes(NamedTuple):
 class Norm(NamedTuple):
     """Norms of B gradients in float64, [B], all to be divided by `scale`.
 
-    No number that is multiplied for a weighted sum is larger than all of `reach`, and
-    no norm larger than `upper`, despite rounding. Norms whose `doubt` is above
-    `norms.SURE`, or NaN, are to be computed again, from gradients of `factor`; a
-    weighted sum loses up to `eps * most` of each.
+    No number that is multiplied for a weighted sum is larger than the `operands`, and
+    no norm larger than `upper`, despite rounding. Where `cancellation`, which grows
+    with the size of the `terms` relative to the norm, is above `norms.LIMIT`, or NaN,
+    norms are to be computed again, from gradients of `factor`. A weighted sum loses up
+    to `eps * terms` of each.
     """
 
     value: Tensor
-    reach: Sequence[Tensor]
+    operands: Sequence[Tensor]
     upper: Tensor
-    doubt: Tensor | None = None
-    most: Tensor | None = None
+    cancellation: Tensor | None = None
+    terms: Tensor | None = None
     eps: float = 0.0
     factor: Any = None
     scale: Tensor | None = None
@@ -392,12 +393,12 @@ class Outer(Pair):
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = _norms(self.inputs), outputs.norms
-            norms, magnitudes = a * b, (a, b)
+            norms, operands = a * b, (a, b)
             if a.ndim > 1:
                 norms = reductions.root(norms, 1, self.inputs.dtype)
-                magnitudes = a.amax(1), b.amax(1)
+                operands = a.amax(1), b.amax(1)
             upper = norms * (1 + self.rounding) if self.rounding else norms
-            return self, [Norm(norms, magnitudes, upper)]
+            return self, [Norm(norms, operands, upper)]
         if not self.by_gram:
             return Dense(self.formed()).with_norms()
         a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
@@ -417,13 +418,15 @@ class Outer(Pair):
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products of factors, all in range, where gradients cost more."""
+        """Inner products of both sides, where gradients cost more."""
         if not isinstance(other, Outer) or not self.crosses(other):
             return self._products(other.grad())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
-        return k.view(sizes).sum((1, 3))
+        sums = k.view(sizes).sum((1, 3))
+        rows, columns = (reductions.spoils(factor.sides) for factor in (self, other))
+        return sums + rows[:, None] + columns
 
     def crosses(self, other: "Outer") -> bool:
         """Return whether inner products are to be taken of both sides."""
@@ -447,6 +450,7 @@ class Outer(Pair):
         for rows in map(slice, range(0, size, step), range(step, size + step, step)):
             seen = (a[rows, 0] @ others.mH).unflatten(2, (count, -1))
             inner_products[rows] = (seen @ b[rows, 0].unsqueeze(3))[..., 0].mT
+        inner_products += reductions.spoils(self.sides)[:, None, None]
         return inner_products.to(wide(self.inputs.dtype))
 
     def times(self, scales: Sequence[Tensor]) -> Factor:

@@ -25,7 +25,7 @@ from vgrad.factors.base import (
     Probes,
     Zero,
 )
-from vgrad.factors.norms import cancelled, computed
+from vgrad.factors.norms import cancellation, computed
 from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
@@ -97,7 +97,7 @@ class Tied(Compound):
         (outer,), (rows,) = computed(parts).values()
         rounded: Any = 0.0  # of the outer products: added as it is, whatever cancels
         if rounding := self.outer.rounding:
-            terms = outer.value if outer.most is None else outer.most
+            terms = outer.value if outer.terms is None else outer.terms
             rounded = rounding * terms
             outer = outer._replace(upper=outer.upper - rounded)
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
@@ -115,13 +115,12 @@ class Tied(Compound):
         eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
         lost = outer.upper - outer.value + rows.upper - rows.value
         lost = lost + eps * largest.sqrt() + rounded
-        cancellation = cancelled(largest.sqrt(), norms)
-        # Nothing is less than what both norms are sure of.
-        cancellation = cancellation.masked_fill(largest == 0, 0.0)
-        if outer.doubt is not None:
-            cancellation = cancellation + outer.doubt
-        magnitudes = *outer.reach, *rows.reach
-        return self, [Norm(norms, magnitudes, uppers, cancellation, lost, 1.0, self)]
+        # Nothing is less than zero, of which both norms are sure.
+        ratio = cancellation(largest.sqrt(), norms).masked_fill(largest == 0, 0.0)
+        if outer.cancellation is not None:
+            ratio = ratio + outer.cancellation
+        operands = *outer.operands, *rows.operands
+        return self, [Norm(norms, operands, uppers, ratio, lost, 1.0, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""

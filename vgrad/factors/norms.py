@@ -13,29 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import rare
 from vgrad.devices import is_host
-from vgrad.factors.base import Dense, Factor, Norm, Norms, Products, multiplied
-from vgrad.factors.reductions import entry_bounds, root, row_norms, weighted_rows
+from vgrad.factors.base import Dense, Norm, Norms, Products, multiplied
+from vgrad.factors.reductions import root, row_norms, weighted_rows
 from vgrad.torch_private import kernels
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
 
-SURE = 1e15
-"""The `doubt` up to which a norm is taken as it is.
+LIMIT = 1e15
+"""The largest number of a sample that counts in a clipped sum.
 
-No square that matters has left float32's range for numbers of this size.
+Products of two such numbers, and their squares' sums, are far from the ends of float32.
 """
 
-_CANCELLED = 1e13
-"""The `doubt` of a norm that is as large as all of its terms.
+_CANCELLATION = 1e13
+"""The `cancellation` of a norm that is as large as all of its terms.
 
-So a norm below a hundredth of them, which is mostly rounding, is computed again.
+So a norm below a hundredth of them, which is mostly rounding, is above `LIMIT`.
 """
-
-_APART = 1e8
-"""Size up to which float32 holds the product of four numbers."""
 
 
 def computed(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
@@ -135,8 +131,8 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     edge = number.tiny * length * positions / number.eps
-    cancellations = torch.addcdiv(term_sums, sizes, squares, value=SURE * edge)
-    cancellations = torch.addcdiv(cancellations, term_sums, values, value=_CANCELLED)
+    cancellations = torch.addcdiv(term_sums, sizes, squares, value=LIMIT * edge)
+    cancellations = torch.addcdiv(cancellations, term_sums, values, value=_CANCELLATION)
     uppers = torch.addcmul(squares, term_sums, term_sums, value=slack).sqrt_()
     eps = number.eps * max(1.0, positions / 16)
     if rounding := products[0].rounding:
@@ -148,16 +144,9 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
         yield Norm(value, (size,), upper, *others)
 
 
-def cancelled(term_sums: Tensor, norms: Tensor) -> Tensor:
-    """Return the `doubt` of norms of sums whose terms have these sizes."""
-    return _CANCELLED * term_sums / norms
-
-
-def doubtful(norms: Mapping[str, Sequence[Norm]]) -> Tensor | None:
-    """Mark norms that may have cancelled, [N, B]; None if none can."""
-    parts = itertools.chain(*norms.values())
-    cancellations = [norm.doubt for norm in parts if norm.doubt is not None]
-    return ~(torch.stack(cancellations) <= SURE) if cancellations else None
+def cancellation(term_sums: Tensor, norms: Tensor) -> Tensor:
+    """Return the `cancellation` of norms of sums whose terms have these sizes."""
+    return _CANCELLATION * term_sums / norms
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
@@ -167,10 +156,10 @@ def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
 
 def _recomputed(norm: Norm) -> Norm:
     value, upper, factor = norm.value, norm.upper, norm.factor
-    if norm.doubt is None or norm.most is None:
+    if norm.cancellation is None or norm.terms is None:
         return norm
-    lost = norm.most * norm.eps
-    rows = ~(norm.doubt <= SURE) & ~((upper == 0) & factor.zeros())
+    lost = norm.terms * norm.eps
+    rows = ~(norm.cancellation <= LIMIT) & ~((upper == 0) & factor.zeros())
     rows = rows.nonzero().flatten()
     value, upper = value.clone(), upper.clone()
     step = 1  # the first one shows how many gradients are not too many
@@ -180,7 +169,7 @@ def _recomputed(norm: Norm) -> Norm:
         step = max(1, FORMED_AT_ONCE * len(chunk) // max(1, grads.numel()))
         value[chunk] = exact = row_norms(grads)
         upper[chunk] = exact + lost[chunk]
-    return norm._replace(value=value, upper=upper, doubt=None)
+    return norm._replace(value=value, upper=upper, cancellation=None)
 
 
 class Joint:
@@ -202,14 +191,14 @@ class Joint:
             parts += group
             self._lengths.append(len(group))
         columns = zip(*parts, strict=True)
-        values, self._magnitudes, uppers, cancellations, *_, scales = columns
+        values, operands, uppers, cancellations, *_, scales = columns
         self._scale = scales[0]  # all factors of a call have the same
         self._exact = all(map(operator.is_, values, uppers))
         rows = self._filled(values)
         self._count, stacked = len(rows), {*map(id, rows)}
         if not self._exact:
             rows = rows + self._filled(uppers)
-        rest = (*itertools.chain(*self._magnitudes), *cancellations)
+        rest = (*itertools.chain(*operands), *cancellations)
         rest = [row for row in rest if row is not None and id(row) not in stacked]
         self._rows = torch.stack([*rows, *rest])
 
@@ -229,21 +218,13 @@ class Joint:
         """Norms over all groups, [B]."""
         return root(self.value, 0, self._dtype)
 
-    @property
-    def largest(self) -> Tensor:
-        """The largest of all norms, multiplied numbers and cancellations; or NaN."""
-        return self._multiplied(self._rows.amax())
+    def largest(self, axis: int | tuple[int, ...] = ()) -> Tensor:
+        """Return the largest of all norms, operands and cancellations; [B] for axis 0.
 
-    @property
-    def magnitudes(self) -> Tensor:
-        """No less than any number that is multiplied for a sum, [P, B]."""
-        sizes = [torch.stack(vectors).amax(0) for vectors in self._magnitudes]
-        rows = torch.stack(self._filled(sizes)).unflatten(0, (len(self._lengths), -1))
-        return self._multiplied(rows.amax(1))
-
-    def _multiplied(self, sizes: Tensor) -> Tensor:
+        It is NaN where one of them is.
+        """
+        sizes, scale = self._rows.amax(axis), self._scale
         # One over the scale is multiplied as well, by the sum and by its error.
-        scale = self._scale
         return sizes if scale is None else sizes.maximum(sizes.clamp(min=1) / scale)
 
     def _root(self, rows: Tensor) -> Tensor:
@@ -260,16 +241,3 @@ class Joint:
         for length in self._lengths:
             filled += [*itertools.islice(rest, length), *[zero] * (longest - length)]
         return filled
-
-
-def out_of_range(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
-    """Return the parameters whose inner products may leave the range of float32."""
-    sided = {name: [x for x in parts if x.sides] for name, parts in factors.items()}
-    masks = {
-        name: torch.cat([entry_bounds(part.sides) for part in parts]) > _APART
-        for name, parts in sided.items()
-        if parts
-    }
-    if not masks or not rare(torch.cat([*masks.values()])):
-        return set()
-    return {name for name, mask in masks.items() if bool(mask.any())}

@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected, rare
+from vgrad.conditions import checks_collected, occurs
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
@@ -28,8 +28,12 @@ lose 1e-7 and cost the same.
 _SMALL = 2**16
 """Numbers whose squares are summed in float64 at once, which takes one op."""
 
-LOW, HIGH = 1e-10, 1e15
-"""Between these no square that matters has left float32's range."""
+_LOW = 1e-10
+"""Norms from which on no square that matters is lost in float32."""
+
+_SPOILED = 1e10
+"""Size of both sides up to which float32 loses little of the product of four numbers.
+"""
 
 
 def norm_dtype(params: Params) -> torch.dtype:
@@ -83,11 +87,11 @@ def row_norms(grad: Tensor) -> Tensor:
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
-    doubtful = ~((norms > LOW) & (norms < HIGH))
+    small = norms <= _LOW
     if checks_collected():  # a graph that doubts zeros would never be used
-        doubtful &= ~zeros(flat)
-    if rare(doubtful):
-        norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
+        small &= ~zeros(flat)
+    if occurs(small):
+        norms[small] = torch.linalg.vector_norm(flat[small].double(), dim=1)
     return norms
 
 
@@ -122,9 +126,6 @@ ROWS_AT_ONCE = 65536
 
 _SAMPLES = 32
 """Samples that are summed in float32 before float64 takes over."""
-
-_LARGE = 1e15
-"""Size up to which numbers and their products stay far from the ends of float32."""
 
 
 class Sums:
@@ -169,24 +170,19 @@ def total(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
-def entry_bounds(tensors: Sequence[Tensor]) -> Tensor:
-    """Return [B], no less than any number of a sample, infinite where that is large."""
-    sizes = [
-        torch.linalg.vector_norm(
-            tensor, dim=[*range(1, tensor.ndim)], dtype=wide(tensor.dtype)
-        )
-        for tensor in tensors
-    ]
-    return torch.stack(sizes).sum(0)
+def spoils(sides: Sequence[Tensor]) -> Tensor:
+    """Zeros [B], and NaN where products of products of two sides are not finite.
 
-
-def ordinary(magnitudes: Tensor, weights: Tensor) -> Tensor:
-    """Mark samples, by `magnitudes`, with weighted sums far from float32's ends."""
-    # For others a weight may take one side of a product past the end, or to where there
-    # are few digits, before it meets the other side.
-    sizes = weights.double().abs()
-    fine = (magnitudes <= _LARGE) & (sizes * magnitudes.square() <= _LARGE**2)
-    return fine & ((sizes >= 1 / _LARGE**2) | (sizes == 0))
+    Nor are they taken where one side of a sample is so large that float32 may have
+    lost the other one.
+    """
+    bad = []
+    for side in sides:
+        dtype, axes = wide(side.dtype), [*range(1, side.ndim)]
+        norms = torch.linalg.vector_norm(side, dim=axes, dtype=dtype)
+        narrow = dtype in (torch.float32, torch.complex64)
+        bad.append(~(norms <= _SPOILED) if narrow else ~norms.isfinite())
+    return torch.where(bad[0] | bad[1], torch.nan, 0.0)
 
 
 def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -97,7 +97,8 @@ class Reruns(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        self.look_at_hooks()
+        if autograd.hooks() is not None:
+            self.look_at_hooks()
         return func(*args, **(kwargs or {}))
 
     def ensure_left(self, entered: int = 0) -> None:

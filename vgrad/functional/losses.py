@@ -59,8 +59,8 @@ def sample_loss(
     """
     _check("sample_loss", fmodel, criterion)
     if augmentations is not None:
-        [augmentations] = checks.whole(
-            "sample_loss", least=1, augmentations=augmentations
+        [augmentations] = checks.integers(
+            "sample_loss", minimum=1, augmentations=augmentations
         )
     return SampleLoss(fmodel, criterion, augmentations)
 
@@ -352,14 +352,13 @@ def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Ten
 
 def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:
     """Differentiate `params -> (scalar, rest)`: gradients, rest, unreached names."""
-    of_torch = torch.func.grad(function, has_aux=True)
     if torch.is_inference_mode_enabled():
         # Plain autograd saves no tensor that was made there, and before torch 2.12
         # gradients of torch.func are zero inside.
         with torch.inference_mode(False), torch.no_grad():
-            return *of_torch(params), set()
+            return *torch.func.grad(function, has_aux=True)(params), set()
     if modes.inside_transform():
-        return *of_torch(params), set()
+        return *torch.func.grad(function, has_aux=True)(params), set()
     with torch.enable_grad():
         leaves = {
             name: with_attributes(p.detach().requires_grad_(), p)

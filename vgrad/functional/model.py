@@ -206,7 +206,10 @@ class FunctionalModel:
 
     @property
     def _lock(self) -> Any:
-        return self._locks.setdefault(os.getpid(), threading.RLock())
+        process = os.getpid()
+        return self._locks.get(process) or self._locks.setdefault(
+            process, threading.RLock()
+        )
 
     def _between_calls(self) -> nn.Module:
         """Return the module as it is between calls, also after an interrupt."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable, rare, static_values
+from vgrad.conditions import Unrepeatable, occurs, static_values
 from vgrad.loss.grad_flags import UnsupportedOp, among
 from vgrad.ops.record import ITSELF, OPS
 from vgrad.torch_private import modes
@@ -67,7 +67,7 @@ def read_value(mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
                 values = _values(func, args, kwargs, mapped)
             if any(repr(value) != repr(values[0]) for value in values):
                 raise Unrepeatable(f"{one}s {DIFFER}:")
-            rare(_differing(func, mapped, values[0]))
+            occurs(_differing(func, mapped, values[0]))
             return values[0]
         if not mapped:
             return NONE

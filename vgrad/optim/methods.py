@@ -924,7 +924,7 @@ def orthogonalize(
     check_range(function, "three numbers", lambda c: len(c) == 3, **coefficients)
     for index, value in enumerate(ns_coefficients):
         checks.finite(function, **{f"ns_coefficients[{index}]": value})
-    checks.whole(function, least=0, ns_steps=ns_steps)
+    checks.integers(function, minimum=0, ns_steps=ns_steps)
     checks.between(function, -1, 100, ns_steps=ns_steps)
     expected = "a real floating-point dtype"
     check_range(function, expected, lambda d: d.is_floating_point, dtype=dtype)

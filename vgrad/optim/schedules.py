@@ -170,7 +170,7 @@ def cosine_with_restarts(
         >>> cosine_with_restarts(1.0, 1, T_mult=2)(torch.arange(4)).round(decimals=3)
         tensor([1.0000, 1.0000, 0.5000, 1.0000], dtype=torch.float64)
     """
-    [T_mult] = checks.whole("cosine_with_restarts", least=1, T_mult=T_mult)
+    [T_mult] = checks.integers("cosine_with_restarts", minimum=1, T_mult=T_mult)
 
     def formula(t, lr, eta_min, steps):
         if T_mult == 1:
@@ -355,7 +355,7 @@ ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
 def _curve(function, formula, rates, *, minimum=1, **lengths) -> Curve:
     """Make a schedule of `formula(count, *rates, *lengths)`, all in float64."""
     _check_rates(function, rates)
-    checks.whole(function, least=minimum, **_plain_numbers(function, **lengths))
+    checks.integers(function, minimum=minimum, **_plain_numbers(function, **lengths))
 
     def schedule(count):
         t = torch.as_tensor(count).double()
@@ -397,7 +397,7 @@ def _check_boundaries(function, name, pieces, boundaries) -> None:
         raise ValueError(f"{function}({got}): expected one of {name} more.")
     places = {f"boundaries[{index}]": place for index, place in enumerate(boundaries)}
     numbers = _plain_numbers(function, **places)
-    checks.whole(function, least=1, **numbers)
+    checks.integers(function, minimum=1, **numbers)
     if any(earlier >= later for earlier, later in pairwise(numbers.values())):
         raise ValueError(
             f"{function}(boundaries={list(boundaries)}): expected them to increase."

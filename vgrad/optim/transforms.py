@@ -464,7 +464,7 @@ def add_noise(
     """
     checks.finite("add_noise", **plain(eta=eta, gamma=gamma))
     checks.non_negative("add_noise", **plain(eta=eta, gamma=gamma))
-    checks.whole("add_noise", least=0, **plain(seed=seed))
+    checks.integers("add_noise", minimum=0, **plain(seed=seed))
     checks.between("add_noise", -1, 2**63, **plain(seed=seed))
 
     def init(params):
@@ -573,7 +573,7 @@ def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
     Example:
         >>> tx = vgrad.optim.chain(vgrad.optim.sgd(1.0), polyak_average())
     """
-    checks.whole("polyak_average", least=0, **plain(start=start))
+    checks.integers("polyak_average", minimum=0, **plain(start=start))
 
     def share(count):
         return 1 / (count - scalar(start, count)).clamp(min=1).double()
@@ -630,7 +630,7 @@ def lookahead(
         >>> tx.update(params, tx.init(params), params)[0]
         {'w': tensor([-0.5000, -0.5000])}
     """
-    checks.whole("lookahead", least=1, **plain(sync_period=sync_period))
+    checks.integers("lookahead", minimum=1, **plain(sync_period=sync_period))
     checks.positive("lookahead", **plain(slow_step_size=slow_step_size))
 
     def init(params):
@@ -683,7 +683,7 @@ def apply_if_finite(
         {'w': tensor([0., 0.])}
     """
     numbers = plain(max_consecutive_errors=max_consecutive_errors)
-    checks.whole("apply_if_finite", least=0, **numbers)
+    checks.integers("apply_if_finite", minimum=0, **numbers)
 
     def init(params):
         count = counter(params)
@@ -731,7 +731,7 @@ def multi_steps(
         >>> updates, tx.update(grads, state)[0]
         ({'w': tensor([0.])}, {'w': tensor([-1.])})
     """
-    checks.whole("multi_steps", least=1, **plain(steps=steps))
+    checks.integers("multi_steps", minimum=1, **plain(steps=steps))
 
     def init(params):
         mean = map_values(filled, params)
@@ -1029,7 +1029,7 @@ def reduce_on_plateau(
     checks.choice(function, get_args(Mode), mode=mode)
     checks.choice(function, get_args(ThresholdMode), threshold_mode=threshold_mode)
     checks.between(function, 0, 1, **plain(factor=factor))
-    checks.whole(function, least=0, **plain(patience=patience, cooldown=cooldown))
+    checks.integers(function, minimum=0, **plain(patience=patience, cooldown=cooldown))
     numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
     checks.non_negative(function, **numbers)
     sign = 1 if mode == "min" else -1

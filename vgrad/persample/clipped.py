@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import Sensitivity
-from vgrad.conditions import rare
+from vgrad.conditions import occurs
 from vgrad.factors import Dense, Factor, Sums
-from vgrad.factors.norms import SURE, Gathered, Joint, computed, gathered, recomputed
-from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
+from vgrad.factors.norms import LIMIT, Gathered, Joint, computed, gathered, recomputed
+from vgrad.factors.reductions import normal_rounded_down, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
     Call,
@@ -95,15 +95,15 @@ class ClipRule:
         return (bound / norms).clamp(max=1)
 
     def limit(self, bounds: Sequence[float | Tensor]) -> float | Tensor:
-        """Return up to which size numbers and their products with factors are safe."""
+        """Return the largest norm, and number of a layer, of a sample that counts."""
         if isinstance(bounds[0], Tensor):  # one bound, of flat clipping
-            return (bounds[0] * _FAR).clamp(max=SURE)
+            return (bounds[0] * _FAR).clamp(max=LIMIT)
         # No factor is then below 1e-30, where float32 has all digits. Next to a bound,
         # 1e25 times the smallest float32 are nothing, so no product's rounding counts.
         smallest, largest = min(bounds), max(bounds)
-        sizes = SURE, smallest * _FAR
+        sizes = LIMIT, smallest * _FAR
         if self.kind == "automatic" and largest > _GAMMA:  # factors may be above one
-            sizes += (SURE * math.sqrt(_GAMMA / largest),)
+            sizes += (LIMIT * math.sqrt(_GAMMA / largest),)
         return min(sizes)
 
 
@@ -115,8 +115,7 @@ class ClipWeights(NamedTuple):
     factors: Tensor  # by which gradients of each part are multiplied, [P, B]
     weights: dict[str, Tensor]  # the same for each parameter, [B]
     clipped: Tensor  # which samples that count have a norm above a bound, [B]
-    # True if any sample is near float32's range limits or its norm may have cancelled.
-    out_of_range: Any = None
+    uncertain: Any = None  # whether a sample is not finite or a norm may have cancelled
     finite: Any = None  # which samples count, [B]; None for all
 
     def nonfinite(self, mask: Tensor | None) -> Tensor:
@@ -158,7 +157,7 @@ class _ClipCollector(Collector):
         return torch.stack([like.new_full((1,), bound) for bound in self.bounds])
 
     def weigh(self) -> ClipWeights:
-        """Return the weights; they are right unless `out_of_range` is true."""
+        """Return the weights; they are right unless `uncertain` is true."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
         factors, clipped = self.rule.factors(upper, bound), value > bound
@@ -166,21 +165,17 @@ class _ClipCollector(Collector):
         factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
             factors, clipped = factors * self.mask, clipped & self.mask
-        out_of_range = ~(norms.largest <= self.rule.limit(self.bounds))
+        uncertain = ~(norms.largest() <= self.rule.limit(self.bounds))
         weights = self._columns(factors)
-        return ClipWeights(norms.total, upper, factors, weights, clipped, out_of_range)
+        return ClipWeights(norms.total, upper, factors, weights, clipped, uncertain)
 
     def weigh_each(self) -> ClipWeights:
-        """Return weights, and which samples count: finite ones, of numbers in range."""
+        """Return weights, and which samples count: the ones up to the limit."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
-        # A product with a number on the edge of zero must not count either.
-        magnitudes = norms.magnitudes
-        in_range = (ordinary(magnitudes, factors) & (magnitudes <= bound * _FAR)).all(0)
-        finite = (upper < math.inf).all(0) & in_range
-        total = norms.total
+        finite, total = norms.largest(0) <= self.rule.limit(self.bounds), norms.total
         total = total.masked_fill(~finite & ~total.isnan(), math.inf)
         clipped = finite & (value > bound).any(0)
         if self.mask is not None:
@@ -220,10 +215,10 @@ class _ClipCollector(Collector):
         return sums
 
     def summed_with_care(self, reducer: Reducer) -> tuple[Params, ClipWeights]:
-        """Compute doubtful norms again, and sum the samples that count."""
+        """Compute cancelled norms again, and sum the samples that count."""
         self.norms = recomputed(self.norms)
         clip = self.weigh_each()
-        keep = clip.finite if rare(~clip.finite) else None
+        keep = clip.finite if occurs(~clip.finite) else None
         return self.summed(clip, keep, reducer), clip
 
 
@@ -250,7 +245,7 @@ class _TwoPassCollector(_ClipCollector):
 
     def between_passes(self) -> None:
         clip = self.weigh()
-        careful = self.reducer.any_rank(rare(clip.out_of_range))
+        careful = self.reducer.any_rank(occurs(clip.uncertain))
         self._clip = None if careful else clip
 
     def add(self, name: str, factor: Factor) -> None:
@@ -269,7 +264,7 @@ class _TwoPassCollector(_ClipCollector):
             bounds = self.bound(factors) * (1 + _ROUNDING)
             fits = factors * measured.upper <= bounds
             fits &= factors >= measured.factors * (1 - _OTHER)
-            differs = rare(measured.out_of_range | ~fits.all())
+            differs = occurs(measured.uncertain | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
         fields = self.rule, self.parts, self.bounds, self.dtype, self.mask
@@ -287,8 +282,8 @@ class ClippedGrad(NamedTuple):
         clipped: how many finite samples had a norm, with `"per_layer"` one of any
             layer, above the bound. Automatic clipping scales every sample, and counts
             norms above `max_norm`.
-        nonfinite: how many samples had an infinite or NaN gradient, or numbers out of
-            range; they add zero.
+        nonfinite: how many samples had an infinite or NaN gradient, or numbers beyond
+            1e15; they add zero.
     """
 
     grads: Params
@@ -350,19 +345,19 @@ def clipped_grad(
     with the weights that follow from them: more time, and no factors in memory. That
     pays where the loss checkpoints its activations, which otherwise take more. The
     second pass measures the norms again. Where they differ, as for checkpoints that
-    draw new random numbers, the samples run once more and factors are kept. Factors of
-    samples with numbers beyond 1e15 are kept anyway. A loss with nodes that are
-    not torch's own runs forward before each pass. The other options are in
-    `vgrad.persample.Options`.
+    draw new random numbers, or a sample is not finite, the samples run once more and
+    factors are kept. A loss with nodes that are not torch's own runs forward before
+    each pass. The other options are in `vgrad.persample.Options`.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with
     parameters of any dtype and under autocast. A sample adds exactly zero and counts as
-    not finite, with an infinite norm, if its gradient is not finite, or if a product
-    could leave the range of float32: where an input or a gradient of a layer is beyond
-    1e15 (`1e25 max_norm`, for bounds below 1e-10), or a factor below 1e-30. Small and
-    zero gradients are ordinary ones. An empty batch gives zeros without running the
-    loss. Chunks are added up in float64.
+    not finite, with an infinite norm, if its gradient is not finite, or if its norm, or
+    the one of an input or a gradient of a layer, is beyond 1e15, where products could
+    leave the range of float32. The limit is `1e25 max_norm` for bounds below 1e-10, and
+    `1e14 / max_norm ** 0.5` for automatic clipping by more than 0.01. Small and zero
+    gradients are ordinary ones. An empty batch gives zeros without running the loss.
+    Chunks are added up in float64.
 
     Cost: recorded, about the backward pass of plain SGD.
 
@@ -493,7 +488,7 @@ class ClippedSum(Quantity):
         elif modes.inside_transform():
             clip = collector.weigh_each()
             sums = collector.summed(clip, clip.finite)
-        elif not rare((clip := collector.weigh()).out_of_range):
+        elif not occurs((clip := collector.weigh()).uncertain):
             sums = collector.summed(clip, None, call.reducer)
         else:
             sums, clip = collector.summed_with_care(call.reducer)

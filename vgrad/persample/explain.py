@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,83 +29,11 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.proxies import Use
-from vgrad.report import Report, table
+from vgrad.report import Cost, Explanation, Row
 from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name
 from vgrad.tree import tree_leaves
 from vgrad.typing import Buffers, Found, Params, Strategy, Tree
-
-
-class Row(NamedTuple):
-    """One use of parameters, or the sum of several."""
-
-    names: tuple[str, ...]
-    op: str  # or all ops that took copies of the parameter, one a sample
-    factor: str  # the kind of factor that holds the gradients
-    # How norms are computed: from norms of "both sides" of one outer product, from
-    # inner products of positions ("gram"), from "rows" of a table or from "gradients".
-    # Other transforms have "gradients", or a "weighted sum" without them.
-    form: str
-    bytes: int  # that this form takes for the samples that were run
-    why: str  # how the factor came about
-
-
-class Cost(NamedTuple):
-    """The cost of a way to compute the gradients of the first chunk."""
-
-    strategy: Strategy
-    passes: int  # forward and backward; the launches of each are nearly as many
-    bytes: int  # that it keeps of gradients at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation(Report):
-    """The report of `explain` for a per-sample transform."""
-
-    function: str
-    strategy: Strategy  # the one that ran
-    why: str  # the reason for it
-    samples: int  # of the first chunk or, if it splits, of its largest part
-    rows: tuple[Row, ...]  # the uses of each parameter
-    parts: tuple[int, ...] = ()  # sizes of the parts of the first chunk
-    splits: tuple[tuple[str, int], ...] = ()  # lines with branches, and how often
-    foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
-    copied: int = 0  # bytes that factors hold as copies for that reason
-    written: str = ""  # the line for which each sample has tensors of its own
-    hooks: tuple[str, ...] = ()  # on gradients, which run under vmap
-    costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
-    verified: str = ""  # how gradients compare with plain autograd
-
-    def __str__(self) -> str:
-        samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
-        title = f"{self.function} of {samples}, strategy {self.strategy}: {self.why}"
-        title += f"\n\n{self.verified}" if self.verified else ""
-        if self.splits:
-            lines = [f"  {where} ({times} x)" for where, times in self.splits]
-            title += (
-                f"\n\n{sum(self.parts)} samples run in {len(self.parts)} parts, of "
-                f"which this is the largest. They take different branches at\n"
-            ) + "\n".join(lines)
-        if self.foreign:
-            title += (
-                f"\n\nFactors hold copies, {self.copied:,} bytes, since these are not "
-                f"torch's own and may write in place: {', '.join(self.foreign)}"
-            )
-        if self.written:
-            title += (
-                f"\n\nEach sample has tensors of its own, into which its values are "
-                f"written at {self.written}"
-            )
-        if self.hooks:
-            title += (
-                "\n\nHooks on gradients run under a vmap over samples:\n"
-            ) + "\n".join(f"  {line}" for line in self.hooks)
-        costs = table([Cost._fields, *self.costs], right={1, 2})
-        title += f"\n\n{costs}"
-        head = ("parameter", *Row._fields[1:])
-        cells = [(", ".join(row.names), *row[1:]) for row in self.rows]
-        return f"{title}\n\n{table([head, *cells], right={4})}"
-
 
 EXPANDED = "no rule fits: expanded over the samples"
 """The beginning of a row's reason if autograd forms every gradient of the op."""
@@ -234,19 +162,19 @@ def _explained(call: Call) -> Explanation:
     )
     names = [cost.strategy for cost in costs]
     return Explanation(
-        call.function,
-        strategy,
-        why,
-        sizes[largest],
-        rows,
-        sizes,
-        tuple(fallbacks.splits.items()),
-        tuple(sorted(fallbacks.foreign)),
-        uses[largest].copied,
-        line,
-        tuple(f"{name} ({line})" for name, line in hooks.items()),
-        costs[names.index(strategy) :],
-        verified,
+        function=call.function,
+        strategy=strategy,
+        why=why,
+        samples=sizes[largest],
+        rows=rows,
+        parts=sizes,
+        splits=tuple(fallbacks.splits.items()),
+        foreign=tuple(sorted(fallbacks.foreign)),
+        copied=uses[largest].copied,
+        written=line,
+        hooks=tuple(f"{name} ({line})" for name, line in hooks.items()),
+        costs=costs[names.index(strategy) :],
+        verified=verified,
     )
 
 

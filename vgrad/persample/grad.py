@@ -8,10 +8,10 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from vgrad.conditions import rare
+from vgrad.conditions import occurs
 from vgrad.factors import Dense, Factor, Norm, Sums
 from vgrad.factors.base import Norms as FactorNorms
-from vgrad.factors.norms import Joint, computed, doubtful, gathered, recomputed
+from vgrad.factors.norms import LIMIT, Joint, computed, gathered, recomputed
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -134,9 +134,9 @@ def per_sample_norm(
 ) -> Transform[Any]:
     """L2 norm of every sample's gradient: `(params, buffers, *batch) -> [B]`.
 
-    The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider. It
-    neither overflows nor underflows on the way; it is infinite only if the dtype of the
-    result cannot hold it. With `groups` the result is `{group: [B]}`: `"parameter"` for
+    The norm is over all parameters, `sqrt(sum_p |dL_b/dp|^2)`, in float32 or wider.
+    Squares of small numbers are not lost on the way, and a norm beyond 1e18 may be
+    infinite. With `groups` the result is `{group: [B]}`: `"parameter"` for
     one group a parameter, `"layer"` for one a module, or a dictionary from a group's
     name to a list of patterns of its parameters' names (`vgrad.checks`). The other
     options are in `vgrad.persample.Options`.
@@ -158,7 +158,7 @@ def per_sample_norm(
 
 
 class _NormCollector(Holding):
-    """Computes the norms of all parameters, and doubtful ones again."""
+    """Computes the norms of all parameters, and cancelled ones again."""
 
     def __init__(self, call: Call, groups: Groups) -> None:
         super().__init__(call.device)
@@ -178,9 +178,11 @@ class _NormCollector(Holding):
         small = {n: first for n, first in firsts.items() if isinstance(first, Dense)}
         gathered(small, pending, self.groups.values())
         norms = computed(pending)
-        where = doubtful(norms)
-        careful = where is not None and rare(where)
-        self.norms |= recomputed(norms) if careful else norms
+        columns = [norm.cancellation for parts in norms.values() for norm in parts]
+        known = [column for column in columns if column is not None]
+        if known and occurs(~(torch.stack(known) <= LIMIT)):
+            norms = recomputed(norms)
+        self.norms |= norms
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.factors import Dense, Factor
-from vgrad.factors.norms import out_of_range
 from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
@@ -115,7 +114,8 @@ def per_sample_gram(
     pairs of real ones. The other options are in `vgrad.persample.Options`.
 
     A sample whose gradient is not finite has no finite entry in its row and column, and
-    leaves all others as they are.
+    leaves all others as they are. So may one whose gradient, or a layer's input or
+    gradient, is beyond 1e10, as products with it may leave the range of float32.
 
     Cost: products of the inputs of layers and of the gradients at their outputs, or of
     gradients, one layer's at a time, where that is cheaper. Recorded, it holds both
@@ -171,11 +171,7 @@ class Products(Quantity):
             return self.of_groups(_zeros(call, names, 0, 0))
         factors = _collected(parts.values["factors"], names)
         with no_autocast(call.device):
-            wide = out_of_range(factors)
-            products = _summed(
-                names,
-                lambda name: _symmetric(_widened(factors.pop(name), name in wide)),
-            )
+            products = _summed(names, lambda name: _symmetric(factors.pop(name)))
         return self.of_groups(
             {n: order(order(x).mT).mT.to(call.dtype) for n, x in products.items()}
         )
@@ -200,14 +196,9 @@ class _Columns(Quantity):
         return Mapped(lambda factor: factor)
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
-        columns, rows = collector.values, self.factors
-        factors = {name: [*parts, columns[name]] for name, parts in rows.items()}
-        wide = out_of_range(factors)
-
         def product(name: str) -> Tensor:
-            operands = [columns.pop(name), *rows[name]]
-            column, *blocks = _widened(operands, name in wide)
-            return torch.cat([row.gram(column) for row in blocks])
+            column = collector.values.pop(name)
+            return torch.cat([row.gram(column) for row in self.factors[name]])
 
         products = _summed(self.names, product)
         return {"values": {group: total.mT for group, total in products.items()}}
@@ -244,10 +235,6 @@ def _summed(names: _Names, product: Callable[[str], Tensor]) -> dict[str, Tensor
             part = double(product(name)).real
             sums[group] = sums[group] + part if group in sums else part
     return sums
-
-
-def _widened(factors: Sequence[Factor], wide: bool) -> Sequence[Factor]:
-    return [factor.double() for factor in factors] if wide else factors
 
 
 def _symmetric(factors: Sequence[Factor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vgrad.conditions import rare
+from vgrad.conditions import occurs
 from vgrad.factors import Dense, Factor, Outer, Scaled, products
 from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
@@ -191,7 +191,7 @@ class _Moments(Collector):
             fine &= torch.minimum(*lows) >= info.tiny
             # A product may be zero by underflow, if not for lack of one in common.
             fine &= (sums != 0).all() | (lows[0] * lows[1] >= info.tiny)
-            if not rare(~(fine & (lost >= 0))):
+            if not occurs(~(fine & (lost >= 0))):
                 return size, {"": mean}, {"": squares}
         return None
 

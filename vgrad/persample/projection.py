@@ -32,7 +32,7 @@ Sides = Mapping[str, tuple[Tensor | None, Tensor | None]]
 """For each parameter the directions of both sides, [k_o, O] and [k_i, P / O]."""
 
 
-class Drawn(Options, total=False):
+class ProjectionOptions(Options, total=False):
     """The options of random projections."""
 
     seed: Required[int]
@@ -41,11 +41,19 @@ class Drawn(Options, total=False):
 
 @overload
 def per_sample_projection(
-    loss: LossFn, dim: int, *, has_aux: Literal[False] = False, **options: Unpack[Drawn]
+    loss: LossFn,
+    dim: int,
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[ProjectionOptions],
 ) -> Transform[Tensor]: ...
 @overload
 def per_sample_projection(
-    loss: LossFn, dim: int, *, has_aux: Literal[True], **options: Unpack[Drawn]
+    loss: LossFn,
+    dim: int,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[ProjectionOptions],
 ) -> Transform[tuple[Tensor, Tree]]: ...
 @overload
 def per_sample_projection(
@@ -53,7 +61,7 @@ def per_sample_projection(
     dim: tuple[int, int],
     *,
     has_aux: Literal[False] = False,
-    **options: Unpack[Drawn],
+    **options: Unpack[ProjectionOptions],
 ) -> Transform[Params]: ...
 @overload
 def per_sample_projection(
@@ -61,7 +69,7 @@ def per_sample_projection(
     dim: tuple[int, int],
     *,
     has_aux: Literal[True],
-    **options: Unpack[Drawn],
+    **options: Unpack[ProjectionOptions],
 ) -> Transform[tuple[Params, Tree]]: ...
 @overload
 def per_sample_projection(
@@ -161,14 +169,14 @@ def per_sample_projection(
             f"directions, and none for sides, which are not drawn."
         )
     if isinstance(dim, Mapping):
-        return Transform(call, Projection((), None, kind, dim))
+        return Transform(call, Projection(sides=dim))
     sides: dict[str, Any] = {"dim": dim}
     if isinstance(dim, tuple | list) and len(dim) == 2:
         sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
-    sizes = tuple(checks.whole(function, least=1, **sides))
-    [seed] = checks.whole(function, least=0, seed=seed)
+    sizes = tuple(checks.integers(function, minimum=1, **sides))
+    [seed] = checks.integers(function, minimum=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
-    return Transform(call, Projection(sizes, seed, kind))
+    return Transform(call, Projection(Directions(sizes, seed, kind)))
 
 
 @dataclass
@@ -189,16 +197,10 @@ class _Projected(Collector):
 
 @dataclass(frozen=True)
 class Projection(Quantity):
-    """Projections on sides, or on random directions, each of which is drawn once.
+    """Projections on random directions, or on sides."""
 
-    `sizes` are the number of directions, or of the vectors on both sides of pairs.
-    """
-
-    sizes: tuple[int, ...]
-    seed: int | None
-    kind: Kind
+    directions: "Directions | None" = None
     sides: Sides | None = None
-    _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
     def collector(self, call: Call) -> _Projected:
         return _Projected(self._of(call.params), not self.pairs)
@@ -208,19 +210,18 @@ class Projection(Quantity):
             self._of(call.params)
 
     def partial(self, collector: _Projected, call: Call) -> dict[str, Params]:
-        values = collector.values.items()
-        if self.sides is not None:
-            return {"values": {name: value.to(call.dtype) for name, value in values}}
-        scales = {} if self.pairs else {"": math.sqrt(self.sizes[0])}
-        scales |= {name: _scale(probes) for name, probes in collector.probes.items()}
-        scaled = {name: (value / scales[name]).to(call.dtype) for name, value in values}
-        return {"values": scaled}
+        values = {}
+        for name, value in collector.values.items():
+            if self.directions is not None:
+                value = value / self.directions.scale(collector.probes.get(name))
+            values[name] = value.to(call.dtype)
+        return {"values": values}
 
     def total(self, parts: Joined) -> Any:
         if (projections := parts.values["values"]) is None:
-            probes = self._of(parts.call.params) if self.pairs else {}
-            sizes = {name: probe.dim for name, probe in probes.items()}
-            sizes = sizes if self.pairs else {"": self.sizes[0]}
+            sizes = {"": math.prod(self.directions.sizes) if self.directions else 0}
+            if self.pairs:
+                sizes = {n: x.dim for n, x in self._of(parts.call.params).items()}
             projections = {
                 name: parts.losses.new_zeros(0, n) for name, n in sizes.items()
             }
@@ -229,18 +230,32 @@ class Projection(Quantity):
     @property
     def pairs(self) -> bool:
         """Whether each parameter has directions for pairs of vectors."""
-        return len(self.sizes) != 1
+        return self.directions is None or self.directions.pairs
 
     def _of(self, params: Params) -> dict[str, Probes]:
-        if self.sides is not None:
-            checks.names("per_sample_projection(sides)", params, self.sides)
-        return {name: self._probes(name, param) for name, param in params.items()}
+        if self.directions is not None:
+            drawn = self.directions
+            return {name: drawn.of(name, value) for name, value in params.items()}
+        sides: Any = self.sides
+        checks.names("per_sample_projection(sides)", params, sides)
+        return {name: _of_sides(name, x, sides[name]) for name, x in params.items()}
 
-    def _probes(self, name: str, like: Tensor) -> Probes:
-        shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
+
+class Directions:
+    """The random directions of a transform: each is drawn once, and kept.
+
+    `sizes` are the number of directions, or of the vectors on both sides of pairs.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], seed: int, kind: Kind) -> None:
+        self.sizes, self.seed, self.kind = sizes, seed, kind
+        self.pairs = len(sizes) == 2
+        self._drawn: dict[tuple, Probes] = {}
+
+    def of(self, name: str, like: Tensor) -> Probes:
+        """Return the directions of a parameter."""
+        shape = _real_shape(like)
         key = (name, shape, like.device)
-        if self.sides is not None:
-            return _of_sides(name, shape, self.sides[name], like)
         if key not in self._drawn:
             # Keys of 128 bits: of a seed for the CPU torch uses 32, in which the names
             # of large models would meet. Nor does torch draw under vmap.
@@ -254,6 +269,14 @@ class Projection(Quantity):
                 left = self._draw(digest[:16], counts[0], shape[0], device)
             self._drawn[key] = Probes(left, right, self.pairs)
         return self._drawn[key]
+
+    def scale(self, probes: Probes | None) -> float:
+        """Return the number that keeps inner products, for None of all parameters."""
+        if probes is None:
+            return math.sqrt(self.sizes[0])
+        sides = (side for side in probes[:2] if isinstance(side, Tensor))
+        # Of pairs, a side that is the identity has none.
+        return math.sqrt(math.prod(len(x) for x in sides if len(x) < x.shape[1]))
 
     def _draw(self, key: bytes, rows: int, size: int, device: torch.device) -> Tensor:
         """Draw a matrix [rows, size]; for pairs it is square at most, then identity."""
@@ -271,14 +294,15 @@ class Projection(Quantity):
         return signs.view(rows, size)
 
 
+def _real_shape(like: Tensor) -> tuple[int, ...]:
+    return (*like.shape, 2) if like.is_complex() else tuple(like.shape)
+
+
 def _of_sides(
-    name: str,
-    shape: tuple[int, ...],
-    sides: tuple[Tensor | None, Tensor | None],
-    like: Tensor,
+    name: str, like: Tensor, sides: tuple[Tensor | None, Tensor | None]
 ) -> Probes:
     """Return the directions of both sides, or those on the left of an undivided one."""
-    left, right = sides
+    shape, (left, right) = _real_shape(like), sides
     size, undivided = math.prod(shape), len(shape) < 2
     undivided |= right is None and left is not None and left.shape[1:] == (size,)
     lengths = (size, 0) if undivided else (shape[0], math.prod(shape[1:]))
@@ -293,9 +317,3 @@ def _of_sides(
             )
         directions.append(side.detach().to(like.device, wide(like.dtype)))
     return Probes(None, directions[0]) if undivided else Probes(*directions, pairs=True)
-
-
-def _scale(probes: Probes) -> float:
-    """Return the number that keeps inner products; identities have none."""
-    sides = (side for side in probes[:2] if isinstance(side, Tensor))
-    return math.sqrt(math.prod(len(x) for x in sides if len(x) < x.shape[1]))

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.generators import kept_random_state
-from vgrad.ops.record import OPS
 from vgrad.report import Report, table
 from vgrad.torch_private.tensors import memory, op_name
 from vgrad.torch_private.tracing import DispatchMode
@@ -32,8 +30,7 @@ class Row(NamedTuple):
     operand: str  # the parameter or buffer among the factors, or "" for none
     size: tuple[int, int, int]  # M, N and K
     padded: tuple[int, int, int]
-    flops: int
-    share: float  # of the flops of all rows
+    share: float = 0.0  # of the operations of all rows
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,11 @@ def alignment_report(
     channels times kernel. N and K should be multiples of `multiple`: 8 for 16-bit
     floats, 16 for 8-bit types. So should M, unless it is a batch. The function runs
     once, which costs nothing on the device `meta`; compiled code and backward passes
-    are left out.
+    are left out. Recurrent nets have to be on `meta`, where they are linear maps.
 
     Raises:
         TypeError: `fmodel` is a module or takes no buffers.
+        RuntimeError: a recurrent net runs as one kernel of its device.
 
     Reference: PyTorch, Performance Tuning Guide, "set sizes to multiples of 8".
 
@@ -90,31 +88,24 @@ def alignment_report(
             f"make_functional_with_buffers."
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
-    [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
-    recorder = _Recorder({**params, **buffers})
+    [multiple] = checks.integers("alignment_report", minimum=1, multiple=multiple)
+    recorder = _Recorder({**params, **buffers}, multiple)
     seen = tensors((params, buffers, args, kwargs))
-    with kept_random_state(seen), torch.no_grad(), recorder, _StepByStep():
+    with kept_random_state(seen), torch.no_grad(), recorder:
         fmodel(params, buffers, *args, **kwargs)
-    flops = {key: 2 * math.prod(key[2]) * n for key, n in recorder.counts.items()}
-    total, rows = sum(flops.values()) or 1, []
-    for (op, operand, size, units, batch), count in flops.items():
-        # Of a size that is units of one kind, such as channels, these are padded.
-        steps = [1 if i == batch else multiple for i in range(3)]
-        sides = zip(size, units, steps, strict=True)
-        divisors = [
-            (n, math.lcm(step, n // unit if n else 1)) for n, unit, step in sides
-        ]
-        padded: Any = tuple(-(-n // divisor) * divisor for n, divisor in divisors)
-        rows.append(Row(op, operand, size, padded, count, count / total))
+    work = {row: math.prod(row.size) * n for row, n in recorder.counts.items()}
+    total = sum(work.values()) or 1
+    rows = (row._replace(share=part / total) for row, part in work.items())
     return AlignmentReport(tuple(rows))
 
 
 class _Recorder(DispatchMode):
-    """Counts products, by operands that are views or casts of parameters."""
+    """Counts products by op, operands (views or casts of parameters) and sizes."""
 
-    def __init__(self, named: dict[str, Tensor]) -> None:
+    def __init__(self, named: dict[str, Tensor], multiple: int) -> None:
         super().__init__()
-        self.counts: Counter[tuple] = Counter()
+        self.counts: Counter[Row] = Counter()
+        self._multiple = multiple
         self._named = [(name, tensor) for name, tensor in named.items()]  # and copies
 
     def __torch_dispatch__(
@@ -124,12 +115,24 @@ class _Recorder(DispatchMode):
             output = func.decompose(*args, **(kwargs or {}))
         if output is NotImplemented:
             output, op = func(*args, **(kwargs or {})), op_name(func)
+            if "rnn" in op:
+                raise RuntimeError(
+                    f"alignment_report(fmodel): expected a recurrent net on the device "
+                    f"meta, got {op}, whose products are in one kernel. Pass tensors "
+                    f'moved by .to("meta").'
+                )
             for size, units, factors, batch, count in _products(op, args, output):
                 left, right = (self._names(factor) for factor in factors)
                 if left or right:  # the batch is on the other side
                     batch = 0 if not left else 1 if not right else None
                 operand = ", ".join(dict.fromkeys(left + right))
-                self.counts[op, operand, size, units, batch] += count
+                padded = [*size]
+                for side, (n, unit) in enumerate(zip(size, units, strict=True)):
+                    if side != batch and n:
+                        # Units of one kind, such as channels, are padded.
+                        step = math.lcm(self._multiple, n // unit)
+                        padded[side] = -(-n // step) * step
+                self.counts[Row(op, operand, size, (*padded,))] += count
             if op in ("_to_copy", "clone"):  # which live until the end
                 self._named += [(name, output) for name in self._names(args[0])]
         return output
@@ -146,26 +149,13 @@ class _Recorder(DispatchMode):
         ]
 
 
-class _StepByStep(TorchFunctionMode):
-    """Runs recurrent nets as linear maps, as torch does on packed sequences."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        nets = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-        packed = len(args) > 4 and isinstance(args[3], list | tuple)
-        by_steps = getattr(func, "__name__", "") in nets and not packed
-        run: Any = OPS[func].mapped if by_steps else func
-        return run(*args, **(kwargs or {}))
-
-
 _MATRICES = {"mm": 0, "_int_mm": 0, "bmm": 0, "mv": 0}
 _MATRICES |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
 """The place of the left operand, which the right one follows."""
 
 
 def _products(op: str, args: tuple, output: Any) -> Iterator[tuple]:
-    """Yield size, units in it, factors, the place of the batch, and how often."""
+    """Yield size, numbers to be padded in it, factors, the batch's place, how often."""
     if op in _MATRICES:
         left, right = args[_MATRICES[op] :][:2]
         n = right.shape[-1] if right.dim() > 1 else 1

@@ -138,7 +138,7 @@ class DynamicLossScale(LossScale):
     def __post_init__(self, init: Tensor | float) -> None:
         numbers = {"factor": self.factor, "min": self.min, "max": self.max}
         _check("DynamicLossScale", **numbers, init=init)
-        [period] = checks.whole("DynamicLossScale", least=1, period=self.period)
+        [period] = checks.integers("DynamicLossScale", minimum=1, period=self.period)
         if self.factor <= 1:
             raise ValueError(
                 f"DynamicLossScale(factor={self.factor!r}): expected factor > 1."

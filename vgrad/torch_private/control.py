@@ -6,7 +6,6 @@ function hands the op, and the user's functions in it, to function modes.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,15 +48,6 @@ def uncompiled() -> AbstractContextManager:
 
 _kernel: Any = _Kernel
 _ALONE = TracingContext(_kernel(None))
-
-
-def as_written(function: Any) -> Any:
-    """Return the function that `torch.compile` has made another of, or itself."""
-    if not isinstance(function, FunctionType):
-        return function
-    # Wrappers of users have its attributes, too, by `functools.wraps`.
-    compiled = function.__globals__.get("__name__") == "torch._dynamo.eval_frame"
-    return function._torchdynamo_orig_callable if compiled else function
 
 
 def _scan(combine_fn: Callable, init: Any, xs: Any, more: Any) -> list[Any]:

@@ -214,6 +214,10 @@ def opened_attention(projections: Callable) -> Callable:
     return opened(F.multi_head_attention_forward, _in_projection_packed=projections)
 
 
+CONVOLUTIONS: Any = (torch.ops.aten.convolution, torch.ops.aten._convolution)
+"""The ops by which convolutions reach `flop_counter`, on a CPU."""
+
+
 class _NoModules(nullcontext):
     parents = frozenset({"Global"})
 

@@ -38,8 +38,8 @@ class EarlyStopping(NamedTuple):
     ) -> "EarlyStopping":
         """Start without values; a lower value is a better one."""
         function = "EarlyStopping.create"
-        members, patience = checks.whole(
-            function, least=1, members=members, patience=patience
+        members, patience = checks.integers(
+            function, minimum=1, members=members, patience=patience
         )
         checks.non_negative(function, min_delta=min_delta)
         return cls(

@@ -182,8 +182,7 @@ def load(
     Raises:
         FileNotFoundError: there is no checkpoint in the folder.
         ValueError: a file is damaged or missing, names, shapes or dtypes are not as in
-            `like`, a setting was another one, or an older version of vgrad wrote the
-            file. A rank that fails makes all fail.
+            `like`, or a setting was another one. A rank that fails makes all fail.
         RankError: settings differ between ranks, or ranks are at different places.
     """
     function, folder = "load", Path(folder)
@@ -191,7 +190,7 @@ def load(
     _, plans = _planned(function, ranks, like, settings)
     _writers(function, plans)
     with _all_refuse(function, ranks):
-        meta = _read_meta(folder)
+        meta = read_meta(folder)
         for name, value in plans[0]["setting"].items():
             if name not in meta.settings or meta.settings[name] != value:
                 saved = meta.settings
@@ -377,15 +376,10 @@ def _parsed(folder: Path, description: Mapping[str, Any]) -> Meta:
     return Meta(checkpoint, settings, tensors, pieces)
 
 
-def _read_meta(folder: Path) -> Meta:
+def read_meta(folder: Path) -> Meta:
     """Read `meta.json`."""
     path = folder / META
     if not path.is_file():
-        if folder.is_file() or (folder / "index.safetensors").is_file():
-            raise ValueError(
-                f"{folder}: expected {CALLED}, got a file of an older version, or of "
-                f"another program. Finish a run with the version that began it."
-            )
         raise FileNotFoundError(f"{path}: expected {CALLED}, got no file.")
     try:
         content = files.from_json(path.read_bytes())
@@ -430,7 +424,7 @@ def _fill(folder: Path, meta: Meta, targets: Pieces) -> None:
 
 def _remove_other_files(folder: Path) -> None:
     try:
-        needed = _read_meta(folder).files()
+        needed = read_meta(folder).files()
     except FileNotFoundError:
         needed = set()
     except ValueError:

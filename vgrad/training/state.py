@@ -53,6 +53,9 @@ class TrainState(NamedTuple):
             removed: keep it as private as the data.
         plan_digest: a hash of the plan under which private steps were taken, uint8
             `[32]`, zeros before the first one; see `dp.Plan.after`.
+        route: the strategy of private steps, by its place in `vgrad.typing.Strategy`:
+            int64, 0 until the first batch that is not empty has chosen. A run keeps
+            it, and so does one that resumes.
         loss_scale: the loss scale of the next step, a tree of tensors too.
         noise: the `NoiseHistory` of noise that is correlated over steps, which is as
             secret as the key; () before the first step, and of other noise.
@@ -66,6 +69,7 @@ class TrainState(NamedTuple):
     step: Tensor
     key: Tensor
     plan_digest: Tensor
+    route: Tensor
     loss_scale: LossScale = NoOpLossScale()
     noise: Tree = ()
     max_norm: Tree = ()
@@ -103,7 +107,8 @@ class TrainState(NamedTuple):
         scale = NoOpLossScale() if loss_scale is None else to_device(loss_scale, device)
         key = secret_key(seed=seed)
         start, no_plan = torch.tensor(0), torch.zeros_like(key)
-        return cls(params, buffers, tx.init(params), start, key, no_plan, scale)
+        fields = params, buffers, tx.init(params), start, key, no_plan, start.clone()
+        return cls(*fields, scale)
 
     def fork(self, plan: Plan | None = None) -> "TrainState":
         """Return the state of another run, with a new secret key.
@@ -198,7 +203,7 @@ class EnsembleState(NamedTuple):
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
         return cls(
-            *start[:5],  # all but the digest of a plan
+            *start[:5],  # all but the digest of a plan and the route
             loss_scale=for_each(start.loss_scale, count),
             active=torch.ones(count, dtype=torch.bool, device=device_of(params)),
         )

@@ -22,7 +22,12 @@ from vgrad import batches
 from vgrad.conditions import surely
 from vgrad.devices import is_host
 from vgrad.dp.plan import Plan, check_spent
-from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
+from vgrad.dp.private_gradients import (
+    PrivateSource,
+    clipped_sums,
+    metrics_of,
+    route_of,
+)
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -214,7 +219,7 @@ class TrainingStep(Generic[State]):
 
 def _without_key(state: Any) -> Any:
     """Leave out the key and others that no function of tensors needs."""
-    names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
+    names = {"key", "step", "plan_digest", "route", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
 
 
@@ -323,7 +328,8 @@ class LogicalBatchSource(PrivateSource, Source):
                 f"batches with plan.sampler(state)."
             )
         scale = state.loss_scale
-        compute: Any = self.at(state.max_norm, state.params, steps)
+        place = state.max_norm, state.params, steps, int(state.route)
+        compute: Any = self.at(*place)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
         if uses := uses_of_noise(state.optimizer):
@@ -345,6 +351,7 @@ class LogicalBatchSource(PrivateSource, Source):
         metrics: Metrics = metrics_of(result)
         changes = {
             "plan_digest": from_bytes(identity).to(state.plan_digest.device),
+            "route": torch.tensor(route_of(compute)),
             "loss_scale": scale.adjust(result.nonfinite == 0),
             "max_norm": release.max_norm,
         }

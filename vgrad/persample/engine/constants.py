@@ -22,26 +22,38 @@ def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
         for x in inputs
         if x.requires_grad or unpack_dual(x).tangent is not None
     }.values()
+    leaves: list[Tensor] = []
 
-    def guard(leaf: Any) -> Any:
+    def each(change: Callable[[Tensor], Any], leaf: Any) -> Any:
         if is_dataclass(type(leaf)):  # a matrix of curvature
-            return replace(leaf, **map_values(mapped, vars(leaf)))
+            changed = partial(mapped, partial(each, change))
+            return replace(leaf, **map_values(changed, vars(leaf)))
         tensor = isinstance(leaf, Tensor)
         real = tensor and (leaf.is_floating_point() or leaf.is_complex())
-        return _Constant.apply(function, leaf, *wanted) if real else leaf
+        return change(leaf) if real else leaf
 
-    mapped = partial(tree_map, guard, is_leaf=lambda x: isinstance(x, torch.Size))
-    return mapped(value) if wanted else value
+    def noted(leaf: Tensor) -> Tensor:
+        leaves.append(leaf)
+        return leaf
+
+    mapped = partial(tree_map, is_leaf=lambda x: isinstance(x, torch.Size))
+    if wanted:
+        mapped(partial(each, noted), value)
+    if not leaves:
+        return value
+    # One node for all: with one for each, they would take longer than a small model.
+    made = iter(_Constant.apply(function, len(leaves), *leaves, *wanted))
+    return mapped(partial(each, lambda _: next(made)), value)
 
 
 class _Constant(torch.autograd.Function):
-    """A result without a graph: its derivative is an error, not zero."""
+    """Results without a graph: their derivatives are errors, not zero."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(function: str, value: Tensor, *tensors: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(function: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([value.view_as(value) for value in tensors[:count]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -99,7 +99,6 @@ class History:
     way: Strategy = "recorded"  # that "auto" took last
     failure: Failure | None = None  # why that is not "recorded"
     lasting: bool = False  # whether later calls take that way at once
-    has_run: bool = False  # whether a call has returned
 
     def __str__(self) -> str:
         if not self.times:
@@ -124,6 +123,8 @@ class Fallbacks:
         self._unruled: set[str] | None = None
         self._shown: set[str] = set()
         self.histories: dict[Any, History] = {}  # by signature
+        # Of a private run, found in its first step; its state keeps it.
+        self.route: Strategy = "auto"
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.keyed = False  # whether samples read values after they drew, without keys

@@ -184,7 +184,8 @@ def auto(call: Call, collect: Collect) -> Chunk:
     """Record; else differentiate under `torch.vmap`; else one sample after another.
 
     A loss that was refused is so again for tensors of the same kinds, unless it reads
-    values. So it takes its way at once from then on, and a run that is resumed, too.
+    values. So it takes its way at once from then on. A private run keeps the route of
+    its first step, or raises.
     """
     history = call.history
     if modes.inside_transform():
@@ -193,7 +194,13 @@ def auto(call: Call, collect: Collect) -> Chunk:
         if history.way == "loop":
             raise Unrepeatable("its samples run one after another")
         return STRATEGIES[history.way](call, collect)
-    if not history.lasting:
+    route = call.fallbacks.route if call.private else "auto"
+    if route == "loop":
+        before = Failure("its first step", "the run began so", refused=True)
+        history.failure, history.lasting = history.failure or before, True
+    if route != "auto":
+        history.way = route
+    elif not history.lasting:
         history.way, history.failure = "recorded", None
     state = random_state(call.tensors) if call.randomness != "error" else None
     refused = True
@@ -204,7 +211,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             raise
         except Exception as error:
             failure = Failure.of(error)
-            if call.private and history.has_run:
+            if route != "auto":
                 raise _changes_its_way(call, failure) from error
             if state is not None:  # the next strategy draws the same numbers
                 set_random_state(state)

@@ -169,7 +169,9 @@ class Transform(Generic[Result]):
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
-        call.history.has_run = True
+        if call.private and call.batch.size and call.fallbacks.route == "auto":
+            route = call.history.way if call.strategy == "auto" else call.strategy
+            call.fallbacks.route = route
         if across is not None:
             parts.reduce(across.summed)
         parts.close()

@@ -164,7 +164,9 @@ def _pair(call: Call, history: History) -> Call | None:
     rows = places[torch.tensor([number - 2, number - 1]).remainder(len(places))]
     changes: dict[str, Any] = {"mask": None, "weights": None, "cross": None}
     changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
-    changes |= {"fallbacks": Fallbacks(silent=True), "unreached": set()}
+    fallbacks = Fallbacks(silent=True)
+    fallbacks.route = call.fallbacks.route
+    changes |= {"fallbacks": fallbacks, "unreached": set()}
     detached = {"params": map_values(Tensor.detach, call.params)}
     return call.replaced(**changes, **detached).select(rows)
 
