@@ -63,6 +63,11 @@ MEMORY = {
 RESIZES = {torch.resize_as_, *_methods("resize_ resize_as_")}
 """Calls that change the size of the tensor of all samples."""
 
+RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
+RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
+RESHAPES |= {Tensor.contiguous}
+"""Functions that return a view or a copy, for one sample perhaps the other one."""
+
 AUTOGRAD = {
     torch.autograd.grad,
     *_methods("backward requires_grad_"),

@@ -8,7 +8,7 @@ that returns a result ends it; a handler that leaves the call to the next one re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from vgrad.loss.grad_flags import (
     AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
+    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -54,6 +55,7 @@ from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
 from vgrad.torch_private.control import CONTROL_FLOW, uncompiled
+from vgrad.torch_private.tensors import memory, version_of
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -98,6 +100,8 @@ class LossMode(Reruns):
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
         self._later: list[list[Again]] = []
+        # Tensors into which a write would be another one for one sample, and versions.
+        self._doubtful: list[tuple[Tensor, int]] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, as before
         # Makes the mode that casts for autocast, entered where the loss turns that on.
         self.waiting: Callable[[], AbstractContextManager] | None = None
@@ -124,9 +128,12 @@ class LossMode(Reruns):
         try:
             with unwritten, uncompiled(), self, self._watched(), self._casting():
                 yield
+            if self._doubtful:
+                self._check_writes()
         finally:
             if self._entered:
                 self.ensure_left()
+            self._doubtful.clear()
             self.waiting = None
             for leaf, grad in self.grads.values():
                 leaf.grad = grad
@@ -136,18 +143,9 @@ class LossMode(Reruns):
 
         The mode for that waits until it is: it would take as long as a small op.
         """
-        if modes.autocast_is_on():
-            self.waiting = None
-            return self._casts()
-        made: list[AbstractContextManager] = []
-
-        def waiting() -> AbstractContextManager:
-            if not made:
-                made.append(self._casts())
-            return made[0]
-
-        self.waiting = waiting
-        return nullcontext()
+        on = modes.autocast_is_on()
+        self.waiting = None if on else cache(self._casts)
+        return self._casts() if on else nullcontext()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -178,6 +176,7 @@ class LossMode(Reruns):
                 raise split
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
+                self.doubt(args[0])  # a write may replace the node
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -197,6 +196,29 @@ class LossMode(Reruns):
                 except (TypeError, AttributeError):
                     pass  # it takes tensors alone
             self._stop(error, func, args, kwargs)
+
+    def doubt(self, *tensors: Any) -> None:
+        """Note tensors into which a write is another one for one sample."""
+        if self.vmap is not None:
+            below = [modes.unwrap_all(tensor) for tensor in tensors]
+            self._doubtful.extend((tensor, version_of(tensor)) for tensor in below)
+
+    def reshaped(self, tensor: Tensor, output: Tensor) -> None:
+        """Note a copy where one sample may have a view."""
+        one, other = modes.unwrap_all(tensor), modes.unwrap_all(output)
+        if memory(one) != memory(other):
+            self.doubt(tensor, output)
+
+    def _check_writes(self) -> None:
+        """Refuse writes that would be others for one sample."""
+        if self.vmap and any(version_of(x) != before for x, before in self._doubtful):
+            one, otherwise = self.vmap.one, self.vmap.otherwise
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{one} and for all, got one behind a reshape, flatten or contiguous "
+                f"that copies here, or into a tensor with a hook. Write into a clone, "
+                f"or use {otherwise}."
+            )
 
     def note_read(self) -> None:
         """Note that Python gets a value; run again with keys if it may be a draw."""
@@ -446,6 +468,8 @@ def at_once(run: Handler) -> Handler:
                     return requires_grad(args[0])
                 mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
+        if func in RESHAPES:
+            mode.reshaped(args[0], output)
         if mode.rooms is not None and mode.rooms.line and func in MAKERS:
             output = copied(mode, output)
         return output

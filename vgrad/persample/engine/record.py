@@ -25,6 +25,7 @@ from vgrad.loss.grad_flags import (
     HOOKS,
     MEMORY,
     REQUIRES_GRAD,
+    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -228,6 +229,8 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
+        if batched and func in RESHAPES:
+            self._mode.reshaped(args[0], output)
         if self.rooms.line and not batched and func in MAKERS:
             output = copied(self._mode, output)
         return output
@@ -377,7 +380,7 @@ class Recorder:
             self.expect(param)
         stamps = stamped(op, operands)
 
-        def hook(grads: Any) -> Any:  # of all outputs, some of them None
+        def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
                 for param, _ in waiting:
                     why = f"derivative of {op}"
