@@ -263,16 +263,16 @@ def _sentence(report: Report) -> list[str]:
         for name in (EAGER, VMAP)
     ]
     return [
-        f"On a GPU launches count: a clipped sum launches {mean(clipped.values()):.1f} "
-        "times the kernels",
-        "of plain SGD's forward and backward pass (`vmap(grad)` with a plain clip "
-        f"{mean(vmap.values()):.1f}, a",
-        f"net on which it loops among them), a whole private step "
-        f"{mean(step.values()):.1f} times an SGD step's in",
-        "eager mode, mostly for noise: geometric means of "
-        f"{len(clipped)} nets. Modelled on an {GPU}, the sum takes",
-        f"{took[0]:.1f} times SGD's time in float32 (vmap {took[1]:.1f}) and "
-        f"{took[2]:.1f} under autocast ({took[3]:.1f});",
+        "On a GPU each kernel launch costs time. A clipped sum launches "
+        f"{mean(clipped.values()):.1f} times as many kernels",
+        "as plain SGD's forward and backward pass (`vmap(grad)` with a plain clip: "
+        f"{mean(vmap.values()):.1f}). A private",
+        f"step launches {mean(step.values()):.1f} times as many as an SGD step, mostly "
+        "for noise. These are geometric",
+        f"means of {len(clipped)} nets in eager mode. Modelled on an {GPU}, the sum "
+        f"takes {took[0]:.1f} times SGD's time in",
+        f"float32 (vmap: {took[1]:.1f}) and {took[2]:.1f} times under autocast (vmap: "
+        f"{took[3]:.1f});",
         "[On a GPU](docs/on_a_gpu.md) has the tables.",
     ]
 

@@ -1,14 +1,14 @@
-"""Per-sample gradients from one backward pass, and many models as one.
+"""Per-sample gradients, private training and ensembles for PyTorch.
 
 The one convention is `loss(params, buffers, *sample) -> scalar`, a function of one
-sample. `help` of a name says more; help of a room lists its names.
+sample. `help(vgrad.name)` has the details; each module lists its contents.
 
 * `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
 * `make_functional`: the same for a module that has no buffers
 * `FunctionalModel`: the result, `fmodel(params, buffers, *inputs) -> output`
 * `sample_loss`, `batch_loss`: make a loss of one sample, of a batch
 * `freeze`: move parameters among the buffers
-* `replace_batch_norm`: copy a module with GroupNorm in the place of BatchNorm
+* `replace_batch_norm`: copy a module with GroupNorm in place of BatchNorm
 * `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
 * `to_device`: move every tensor of a tree
 
@@ -33,11 +33,11 @@ For ensembles, and for speed:
 * `for_members`: run an optimizer for every member by itself
 * `compile`: capture a transform or a step as graphs
 * `autocast`: `torch.autocast` that also holds under the transforms of `torch.func`
-* `CompileWarning`, `FallbackWarning`: something runs, but slowly
+* `CompileWarning`, `FallbackWarning`: the numbers are right, but slow
 * `UnsupportedOp`: the error for an op of the loss that a strategy cannot run
 * `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
 
-Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
+Modules; `vgrad.distributed`, for many ranks, and `vgrad.cli` are imported by name:
 
 * `persample`: the options that all per-sample transforms share
 * `dp`, `training`: private training, and the steps of any training
@@ -45,7 +45,7 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 * `curvature`: Gauss-Newton and Fisher matrices, Kronecker factors, Jacobians
 * `optim`, `precision`: optimizers as pairs of pure functions, policies
 * `ensemble`, `compiled`: predictions, reports of `compile`
-* `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations
+* `ops`, `testing`, `typing`: rules for your own ops, their check, types
 """
 
 from torch.func import functional_call, grad, grad_and_value, vmap

@@ -12,7 +12,7 @@ AROUND = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages that stand beside `docs/` and end the list."""
 
 
-WHERE_TO_READ_ON = "\n## Where to read on\n"
+DOCUMENTATION = "\n## Documentation\n"
 """The heading of the README above its list of pages."""
 
 
@@ -51,9 +51,9 @@ def lay_out(root: Path, folder: Path) -> None:
 
 def front(readme: str, index: str) -> str:
     """Return the front page: the README, whose list of pages gives way to the index."""
-    above, _ = readme.split(WHERE_TO_READ_ON)
+    above, _ = readme.split(DOCUMENTATION)
     _, lists = index.split("\nTo begin with:\n")
-    return f"{above}{WHERE_TO_READ_ON}\nTo begin with:\n{lists}"
+    return f"{above}{DOCUMENTATION}\nTo begin with:\n{lists}"
 
 
 def linked(text: str) -> str:
@@ -78,7 +78,7 @@ def toctrees(front: str) -> str:
 
     The line above a list is its caption.
     """
-    _, lists = front.split(WHERE_TO_READ_ON)
+    _, lists = front.split(DOCUMENTATION)
     blocks = [
         results.tree(re.findall(r"^\* \[.*?\]\(([\w/]+)\.", pages, flags=re.M), caption)
         for caption, pages in LISTED.findall(lists)

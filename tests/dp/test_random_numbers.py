@@ -215,6 +215,14 @@ def test_other_sums_have_other_noise_where_keys_refuse_a_loss(program):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_a_generator_of_the_loss_is_refused_where_random_numbers_are(strategy):
+    options = {"strategy": strategy, "randomness": "error"}
+    with pytest.raises(RuntimeError, match="expected a loss without random numbers"):
+        of_refused("a generator of its own", **options)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", REFUSED)
 def test_such_a_loss_has_no_correlated_noise_and_no_ranks(program):
     others = {"sampling": "fixed_order", "noise": noising.bisr(2), "neighbours": None}

@@ -38,12 +38,11 @@ HEAD = """\
 Each row is a model in use, tiny and with random weights, and is a test: gradients,
 norms and clipped sums of `strategy="auto"` against plain autograd on the unmodified
 module, sample by sample in float64, to 1e-9 of the largest entry where no other
-tolerance is given. The route is what `explain` says: *recorded*, *vmap* and *loop* are
-the strategies that answer, with the reason where it is not the first. Samples are
-recorded *in parts* where they answer a question of Python differently. A
-*refused* model raises an error that says why; each strategy that it advises is exact.
-`make zoo` runs all of it in an environment of its own; `python -m tests.zoo.table`
-writes this page.
+tolerance is given. The route is the strategy that `explain` shows, *recorded*, *vmap*
+or *loop*, with the reason where it is not the first. Samples are recorded *in parts*
+where they take different branches. A *refused* model raises an error that says why;
+each strategy that it advises is exact. `make zoo` runs these tests in an environment
+of its own; `python -m tests.zoo.table` writes this page.
 """
 
 

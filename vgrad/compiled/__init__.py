@@ -58,7 +58,7 @@ def compile(
     fallback: Fallback = "eager",
     verify: bool = True,
 ) -> "Compiled[Arguments, Found]":
-    """Capture a transform or a step as graphs; the result is called as it is.
+    """Capture a transform or a step as graphs; the result is called like the original.
 
     `transform` is a per-sample transform (`clipped_grad(loss, ...)` and the others), a
     step (`train_step`, `private_step`, `ensemble_train_step`), `ensemble_grad` or
@@ -95,7 +95,7 @@ def compile(
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which
-    add exactly zero, and larger batches are split, so that a few captures do.
+    add exactly zero, and larger batches are split, so that a few captures suffice.
     `private_step` takes sizes that suit its plan by default, and draws as in eager
     mode. Elsewhere random numbers are drawn as in eager mode on the filled up batch.
 

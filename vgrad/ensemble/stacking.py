@@ -55,7 +55,7 @@ def stack(
 
     Since all members run the code of the first, the models may differ in the values of
     their parameters and buffers only. Their classes, modes, hooks, functions and plain
-    attributes are compared, and attributes of the objects that it holds; objects within
+    attributes are compared, and attributes of objects that they hold; objects within
     these by class alone. Models that differ on purpose go through `group`.
 
     Raises:

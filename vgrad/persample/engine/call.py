@@ -253,9 +253,14 @@ class AnyCall:
         """Refuse a capture without keys; the next call has some."""
         raise SplitBatch(Partition([torch.arange(size)], "", keyed=True))
 
-    def refuse_draws(self, before: RandomState, one: str, repeat: Callable) -> None:
-        """Refuse random numbers drawn since then, unless the caller allows them."""
-        if self.randomness == "error" and drew(before, self.tensors, repeat):
+    def refuse_draws(
+        self, before: RandomState, one: str, repeat: Callable, *, own: bool = False
+    ) -> None:
+        """Refuse random numbers drawn since then, unless the caller allows them.
+
+        With `own` numbers of a generator of the loss's own were drawn.
+        """
+        if self.randomness == "error" and (own or drew(before, self.tensors, repeat)):
             set_random_state(before)
             raise RuntimeError(
                 f"{self.function}: expected a loss without random numbers, since "

@@ -285,7 +285,9 @@ def _one_sample(call: Call) -> tuple[Params, Tensor, Tree]:
 
     with _no_weight_cache():
         result = gradient(of_params, call)
-        call.refuse_draws(before, "sample", partial(gradient, of_params, call))
+        # Of a private step that draws others again, two sums would have one noise.
+        own, again = call.draws.used_generator, partial(gradient, of_params, call)
+        call.refuse_draws(before, "sample", again, own=call.private and own)
     return result
 
 
