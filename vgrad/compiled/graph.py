@@ -30,6 +30,7 @@ from vgrad.torch_private.tensors import (
     may_draw,
     memory,
     op_name,
+    with_attributes,
     writes,
 )
 from vgrad.torch_private.tracing import DispatchMode, Tensors, TensorWeakRef
@@ -125,7 +126,7 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
     """Return other objects for tensors, one that is there twice stays one."""
     # An argument that is closed over too must not become the graph's argument.
     stand_ins = {id(x): x.detach().requires_grad_(x.requires_grad) for x in tensors}
-    return [stand_ins[id(each)] for each in tensors]
+    return [with_attributes(stand_ins[id(each)], each) for each in tensors]
 
 
 class _NoValues(TorchFunctionMode):

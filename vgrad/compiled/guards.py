@@ -91,6 +91,8 @@ def signature(arguments: Any) -> Signature:
             name = f"{kind.__module__}.{kind.__qualname__}"
             layout = f" of layout {leaf.layout}" if isinstance(leaf, Tensor) else ""
             raise Unrepeatable(f"an argument is a {name}{layout}")
+    if any(map(vars, tensors)):  # attributes set by users, which a loss can read
+        key += [_content(vars(tensor)) for tensor in tensors]
     if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
         key += [tensor.requires_grad for tensor in tensors]
     distinct = dict(zip(map(id, tensors), tensors, strict=True))
@@ -292,7 +294,9 @@ class Closure:
         elif isinstance(value, FunctionalModel | nn.Module):
             for _, module in value.named_modules():
                 self._seen[id(module), id(_GONE)] = module
-                self._reads["vars", id(module)] = module, (_attribute, "__dict__")
+                own = (*module.parameters(False), *module.buffers(False))
+                for each in (module, *filter(vars, own)):
+                    self._reads["vars", id(each)] = each, (_attribute, "__dict__")
         elif (parts := _parts(value)) is not None:
             if kind is partial:
                 self._reads["partial", id(value)] = (value,)
