@@ -394,3 +394,105 @@ def test_modes_of_a_model_are_signatures_of_their_own():
         compute(params, buffers, X, torch.zeros(8, dtype=torch.int64))
         report = vgrad.explain(compute)(params, buffers, X, torch.zeros(8).long())
         assert report.verified.startswith("verified")
+
+
+# A vmap rule that mixes samples, or has a shape of its own, is found only by samples
+# that run together.
+
+
+class Mixes(torch.autograd.Function):
+    """The direction of a vector, for all samples together under vmap."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x):
+        return x / x.norm()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        unit = x / x.norm()
+        return (g - unit * (unit * g).sum()) / x.norm()
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return Mixes.apply(x), in_dims[0]
+
+
+class Shaped(Mixes):
+    """The same in old words, whose rule runs for as many samples as features."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / ctx.saved_tensors[0].norm()
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return Shaped.apply(x), 0
+
+
+SQUARE = {"w": torch.linspace(-1, 1, 16).view(4, 4) + torch.eye(4), "b": torch.ones(4)}
+
+
+def mixing(function, read):
+    def loss(params, buffers, x, label):
+        scale = 1.0 + label.item() if read == "a label" else 1.0
+        x = x[x > 0] * 1.0 if read == "a shape" else x
+        x = F.pad(x, (0, 4 - len(x))) if read == "a shape" else x
+        return (scale * function.apply(params["w"] @ x + 0.1) * params["b"]).sin().sum()
+
+    return loss
+
+
+def batches(sizes):
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        x = torch.randn(size, 4, generator=generator)
+        yield x, torch.randint(0, 3, (size,), generator=generator)
+
+
+SIZES = {"of 8": [8] * 9, "of 4": [4] * 5, "single at first": [1, 1, 4, 1, 4, 4]}
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("read", ["nothing", "a label", "a shape"])
+@pytest.mark.parametrize("function", [Mixes, Shaped])
+def test_samples_that_run_together_are_right_or_refused(
+    function, read, sizes, strategy
+):
+    loss = mixing(function, read)
+    grads = vgrad.per_sample_grad(loss, strategy=strategy)
+    for batch in batches(SIZES[sizes]):
+        expected = oracle.loss_gradients(loss, SQUARE, {}, batch)
+        try:
+            found = grads(SQUARE, {}, *batch)
+        except RuntimeError:  # UnsupportedOp, or torch's own for a shape
+            assert strategy != "auto"
+        else:
+            oracle.assert_exact(found, expected, 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_the_bound_holds_for_samples_that_read_values():
+    loss = mixing(Mixes, "a label")
+    x, label = next(batches([12]))
+    clipped = vgrad.clipped_grad(loss, max_norm=1.0)
+    near = clipped(SQUARE, {}, x[1:], label[1:]).grads
+    far = clipped(SQUARE, {}, torch.cat([1e3 * x[:1], x[1:]]), label).grads
+    distance = sum((far[n] - near[n]).square().sum() for n in far).sqrt()
+    assert distance <= 1 + 1e-5
+
+
+def test_samples_that_are_not_finite_leave_the_comparison_to_the_next_call():
+    grads = vgrad.per_sample_grad(two_faced, strategy="recorded")
+    for _ in range(2):
+        grads(PARAMS, {}, X * torch.nan)
+    with pytest.raises(UnsupportedOp, match="agree with plain autograd"):
+        grads(PARAMS, {}, X)

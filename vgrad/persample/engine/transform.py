@@ -171,8 +171,8 @@ class Transform(Generic[Result]):
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
-        ran = [chunk.strategy for chunk in parts.chunks]
-        if not confirm(whole, ran, doubt, strict=strict):
+        joint = {c.strategy for c in parts.chunks if len(c.losses) > 1}
+        if not confirm(whole, joint, doubt, strict=strict):
             return self.evaluate(whole, across)
         if call.private and call.batch.size and call.fallbacks.route == "auto":
             route = call.history.way if call.strategy == "auto" else call.strategy
@@ -182,7 +182,7 @@ class Transform(Generic[Result]):
         parts.close()
         value: Any = self.quantity.total(parts)
         value = (value, parts.aux) if call.has_aux else value
-        recorded = "recorded" in ran
+        recorded = any(chunk.strategy == "recorded" for chunk in parts.chunks)
         if recorded and call.differentiable:
             return constant(call.function, value, call.tensors)
         return value

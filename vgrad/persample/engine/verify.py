@@ -105,14 +105,14 @@ def _is_compared(call: Call) -> bool:
 
 
 def confirm(
-    call: Call, ran: Collection[str], doubt: "Disagreement | None", *, strict: bool
+    call: Call, joint: set[Strategy], doubt: "Disagreement | None", *, strict: bool
 ) -> bool:
-    """Return whether the results of strategies that ran may stay.
+    """Return whether the results of strategies may stay that ran samples together.
 
     A strategy that runs for the first time is compared at once, whatever the number of
-    the call, and samples that ran together are right only if two of them do.
+    the call; and none may stay where two samples do not run together.
     """
-    history, joint = call.history, frozenset(ran) - {"loop"}
+    history = call.history
     if not joint or not _is_compared(call):
         return True
     if doubt is None and history.compared and not joint <= history.compared:
@@ -304,14 +304,14 @@ def _of_two(
     near = _compared(_beside(call.select(slice(1))), history, restart)
     if isinstance(near, Disagreement) and near.strategies:
         return near
-    return result.failure if isinstance(near, str | _Apart | Disagreement) else near
+    return None if near is None else result.failure
 
 
 @dataclass(frozen=True)
 class _Apart:
     """Two samples ran one by one, for their values or because they cannot together."""
 
-    failure: Disagreement | str
+    failure: Disagreement | str | None
 
 
 def _beside(call: Call) -> Call:
@@ -392,12 +392,13 @@ def _compared(
         return _Apart(why if stopped is None else Disagreement(stopped.why, _NONE))
     history.times += 1
     history.compared |= used
+    apart = all(len(chunk.losses) == 1 for chunk in parts.chunks)
     if difference > history.largest:
         history.largest, history.where = difference, name
     zeros = (products == 0).all(2).all(0) & (plain.norms == 0).all(0)
     unseen = {name for name, zero in zip(names, zeros.tolist(), strict=True) if zero}
     history.unseen = frozenset(unseen & history.unseen if history.times > 1 else unseen)
-    return None
+    return _Apart(None) if apart and call.batch.size > 1 else None
 
 
 def _differences(
