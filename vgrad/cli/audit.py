@@ -5,7 +5,7 @@ from argparse import Namespace
 
 from vgrad.cli import checkpoint, report, setup
 from vgrad.cli.models import Shape
-from vgrad.dp.plan import plan_of
+from vgrad.dp.plan import Plan
 
 PICTURE = "audit.png"
 
@@ -17,7 +17,7 @@ def audit(arguments: Namespace) -> None:
         raise ValueError(
             f"audit {folder}: expected a run with privacy, got one without."
         )
-    plan, shape = plan_of(**before["plan"]), Shape(**before["shape"])
+    plan, shape = Plan(**before["plan"]), Shape(**before["shape"])
     step, state = setup.audited(settings, shape, plan, before["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
     counts = {"canaries": arguments.canaries, "significance": arguments.significance}

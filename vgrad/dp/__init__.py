@@ -15,6 +15,9 @@
 * `secret_key`: draw a key from the operating system
 * `noising`: schemes of noise that is correlated over steps
 * `audit`: lower bounds of the privacy that a mechanism spends
+
+A mechanism, with its sampler, its account and what goes with it, is one class of
+`dp/mechanisms.py`.
 """
 
 from vgrad.dp import audit, noising

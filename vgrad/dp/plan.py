@@ -132,8 +132,7 @@ class Plan:
         ):
             value = values[name]
             if isinstance(value, Mapping):  # as dataclasses.asdict writes them
-                make = plan_of if kind is Plan else kind
-                value = values[name] = make(**value)
+                value = values[name] = kind(**value)
             if not isinstance(value, kind if name == "noise" else kind | None):
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
@@ -400,14 +399,14 @@ class Plan:
 
     @functools.cached_property
     def _identity(self) -> bytes:
-        return self._identity_under(_CIPHER)
+        return self._identity_with()
 
-    def _identity_under(self, *cipher: str, **changed: Any) -> bytes:
+    def _identity_with(self, **changed: Any) -> bytes:
         other, before = self.before, None
         if other is not None:
-            before = [other._identity_under(*cipher).hex(), other.steps]
+            before = [other._identity.hex(), other.steps]
         fields = [*self._numbers, before, *self._kinds_with(**changed)]
-        text = json.dumps([MECHANISM, *cipher, *fields])
+        text = json.dumps([MECHANISM, _CIPHER, *fields])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
 
     @property
@@ -420,10 +419,7 @@ class Plan:
         return self._kinds_with()
 
     def _kinds_with(self, **changed: Any) -> tuple[str, ...]:
-        """Return the fields that differ from Poisson batches and plain noise, as JSON.
-
-        Plans without any have the batches, the noise and the identity of vgrad 0.1.
-        """
+        """Return the fields that Poisson batches and plain noise lack, as JSON."""
         plain: dict[str, Any] = {field.name: field.default for field in fields(self)}
         plain |= {"sampling": "poisson", "neighbours": "add_or_remove_one"}
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
@@ -443,13 +439,6 @@ class Plan:
         if self.before is not None and steps <= self.before.steps:
             return self.before.digest_at(steps)
         return generators.from_bytes(self._identity if steps else NO_PLAN)
-
-    def accounts_for(self, spent: Any) -> bool:
-        """Return whether an identity is the plan's, or the one that it once had.
-
-        Until vgrad 0.1 noise came from no cipher: steps after these are other releases.
-        """
-        return spent in (self._identity, self._identity_under())
 
     @property
     def expected_batch_size(self) -> float:
@@ -901,18 +890,6 @@ NO_PLAN = bytes(32)
 """The identity in a state that has spent under no plan."""
 
 
-def plan_of(*, rows: Any = None, **fields: Any) -> Plan:
-    """Return the plan that `asdict` wrote, also of an earlier version."""
-    if rows is not None:
-        raise ValueError(
-            f"Plan(rows={rows!r}): expected the plan of a run that trains all rows of "
-            f"tables, got one that chooses rows, which no step does any more. Start "
-            f"another run, with the parameters of the first one and a new key; what "
-            f"both spend adds up."
-        )
-    return Plan(**fields)
-
-
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
     """Return the identity of a plan that accounts for a run of so many steps."""
     identity, before, spent = plan._identity, plan.before, None
@@ -924,7 +901,7 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
                 f"the states of an ensemble one by one."
             )
         spent = digest.cpu().numpy().tobytes()
-    follows = before is not None and before.accounts_for(spent)
+    follows = before is not None and spent == before._identity
     early = before is not None and steps < before.steps
     if early or (follows and steps > plan.earlier_steps):
         raise ValueError(
@@ -940,14 +917,14 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"Start the plan's run from TrainState.create(tx, state.params, "
             f"state.buffers)."
         )
-    if follows or fresh or plan.accounts_for(spent):
+    if follows or fresh or spent == identity:
         return identity
     if spent == NO_PLAN:
         raise ValueError(
             f"{function}: expected a state that has spent under the plan before this "
             f"one, got one that has spent under none. Leave out plan.after."
         )
-    if spent == plan._identity_under(_CIPHER, discrete=True):
+    if spent == plan._identity_with(discrete=True):
         raise ValueError(f"{function}, a state of Plan(discrete=True): {_NO_INTEGERS}")
     raise ValueError(
         f"{function}: expected a state whose private steps were taken under this plan, "

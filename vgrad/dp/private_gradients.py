@@ -33,7 +33,7 @@ from vgrad.dp.noise import (
     Streams,
     add_noise,
 )
-from vgrad.dp.plan import Plan, check_spent, plan_of, units_of
+from vgrad.dp.plan import Plan, check_spent, units_of
 from vgrad.dp.units import UnitLoss, Units, check_units, present
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
@@ -597,7 +597,7 @@ class PrivateGradients:
         checks.choice(function, range(len(_ROUTES)), route=state["route"])
         history: Tree = ()
         try:
-            saved = plan_of(**state["plan"])
+            saved = Plan(**state["plan"])
             if "noise" in state and self.plan.noise.correlated:  # not of a plan before
                 history = NoiseHistory(**state["noise"])
         except TypeError as error:
