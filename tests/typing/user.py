@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import vgrad
-from vgrad.typing import Buffers, Params, Strategy
+from vgrad.typing import Buffers, Params
 
 model = nn.Linear(20, 3)
 x, y = torch.randn(8, 20), torch.randint(3, (8,))
@@ -41,7 +41,7 @@ assert_type(clipped, vgrad.ClippedGrad)
 assert_type(clip.sensitivity, vgrad.Sensitivity)
 moments = vgrad.gradient_moments(loss)(params, buffers, x, y)
 assert_type(vgrad.NoiseScale().add(moments).value, Tensor)
-assert_type(vgrad.explain(clip)(params, buffers, x, y).strategy, Strategy)
+assert_type(vgrad.explain(clip)(params, buffers, x, y).strategy, str)
 
 vgrad.per_sample_grad(loss, strategy="quick")  # wrong
 vgrad.per_sample_grad(loss, chunks=4)  # wrong

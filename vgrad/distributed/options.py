@@ -54,7 +54,8 @@ def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{name} of {value.dtype}"
     if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+        names = [x.name for x in fields(value) if not x.name.startswith("_")]
+        value = {name: getattr(value, name) for name in names}
     elif isinstance(value, tuple | list):
         value = getattr(value, "_asdict", dict(enumerate(value)).copy)()
     if isinstance(value, Mapping):

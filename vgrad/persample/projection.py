@@ -241,16 +241,22 @@ class Projection(Quantity):
         return {name: _of_sides(name, x, sides[name]) for name, x in params.items()}
 
 
+@dataclass(eq=False)
 class Directions:
     """The random directions of a transform: each is drawn once, and kept.
 
     `sizes` are the number of directions, or of the vectors on both sides of pairs.
     """
 
-    def __init__(self, sizes: tuple[int, ...], seed: int, kind: Kind) -> None:
-        self.sizes, self.seed, self.kind = sizes, seed, kind
-        self.pairs = len(sizes) == 2
-        self._drawn: dict[tuple, Probes] = {}
+    sizes: tuple[int, ...]
+    seed: int
+    kind: Kind
+    _drawn: dict[tuple, Probes] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether there is a direction for each pair of vectors."""
+        return len(self.sizes) == 2
 
     def of(self, name: str, like: Tensor) -> Probes:
         """Return the directions of a parameter."""

@@ -35,6 +35,9 @@ torch/optim/asgd.py does."""
 divide_all = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
 """Divide all tensors of a list by a number, likewise."""
 
+NO_KERNEL = "could not create a primitive"
+"""The error of oneDNN where a CPU has no kernel, as for LSTMs in bfloat16."""
+
 split_copy: Any = torch.split_with_sizes_copy
 """Split a tensor into parts with memory of their own, on a GPU by one launch."""
 

@@ -40,7 +40,7 @@ from vgrad.persample.engine.guard import (
 from vgrad.persample.engine.joins import Concatenated, Joined
 from vgrad.persample.engine.parts import note_split, run_in_parts
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
-from vgrad.torch_private import autograd, modes
+from vgrad.torch_private import autograd, kernels, modes
 from vgrad.torch_private.shards import is_distributed
 from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import double, map_values, tensors
@@ -353,6 +353,8 @@ def _compared(
     except Exception as error:
         failure = failure or _first_line(error)
         kinds = torch.OutOfMemoryError | NotImplementedError
+        if kernels.NO_KERNEL in str(error):
+            return failure
         if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
             return failure
         return Disagreement(f"plain autograd raises {failure!r} for a sample", used)
