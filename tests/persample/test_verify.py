@@ -496,3 +496,19 @@ def test_samples_that_are_not_finite_leave_the_comparison_to_the_next_call():
         grads(PARAMS, {}, X * torch.nan)
     with pytest.raises(UnsupportedOp, match="agree with plain autograd"):
         grads(PARAMS, {}, X)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_a_strategy_that_runs_for_the_first_time_is_compared_at_once():
+    def loss(params, buffers, x):
+        weight = params["w"] * 1.0
+        value = (x[:5] @ weight + params["b"]).sin().sum()
+        if len(x) == 5:
+            return value
+        weight.mul_(2.0)  # which vmap runs, and no recorded pass
+        return value * (3.0 if in_transforms() else 1.0)
+
+    grads, long = vgrad.per_sample_grad(loss), torch.cat([X, X], 1)
+    for x in (X, X, long, long, long):  # the third call is none that is compared
+        found = grads(PARAMS, {}, x)
+        oracle.assert_exact(found, oracle.loss_gradients(loss, PARAMS, {}, (x,)), 1e-5)

@@ -171,7 +171,7 @@ class Transform(Generic[Result]):
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
-        joint = {c.strategy for c in parts.chunks if len(c.losses) > 1}
+        joint = frozenset(c.strategy for c in parts.chunks if len(c.losses) > 1)
         if not confirm(whole, joint, doubt, strict=strict):
             return self.evaluate(whole, across)
         if call.private and call.batch.size and call.fallbacks.route == "auto":

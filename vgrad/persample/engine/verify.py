@@ -105,7 +105,11 @@ def _is_compared(call: Call) -> bool:
 
 
 def confirm(
-    call: Call, joint: set[Strategy], doubt: "Disagreement | None", *, strict: bool
+    call: Call,
+    joint: frozenset[Strategy],
+    doubt: "Disagreement | None",
+    *,
+    strict: bool,
 ) -> bool:
     """Return whether the results of strategies may stay that ran samples together.
 
@@ -115,17 +119,21 @@ def confirm(
     history = call.history
     if not joint or not _is_compared(call):
         return True
-    if doubt is None and history.compared and not joint <= history.compared:
-        doubt = _verified(call, strict=strict)
+    for strategy in sorted(joint - history.compared) if history.compared else ():
+        doubt = doubt or _verified(call, strict=strict, strategy=strategy)
+        history.compared |= {strategy}  # or it cannot be
     if doubt is not None:
         if strict or call.private or call.strategy != "auto":
             raise UnsupportedOp(doubt.text(call))
         doubt.exclude(call, "loop")
-    order = get_args(Strategy)
+    order: tuple[str, ...] = get_args(Strategy)
     return all(order.index(one) >= order.index(history.first) for one in joint)
 
 
-def _verified(call: Call, *, strict: bool) -> "Disagreement | None":
+def _verified(
+    call: Call, *, strict: bool, strategy: str | None = None
+) -> "Disagreement | None":
+    """Compare by the call's strategy, or by another one."""
     history = call.history
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
     if shards or any(x.is_meta or is_distributed(x) for x in call.tensors):
@@ -135,6 +143,7 @@ def _verified(call: Call, *, strict: bool) -> "Disagreement | None":
     if pair is None:
         history.why = "no sample counts"
         return None
+    pair = pair.replaced(strategy=strategy or call.strategy)
     try:
         return _settle(call, pair, history, strict)
     except BaseException:
@@ -164,7 +173,7 @@ def _settle(
         if strict or call.private or call.strategy != "auto":
             raise UnsupportedOp(result.text(call))
         result.exclude(call, "vmap" if result.strategy == "recorded" else "loop")
-        if history.way == "loop":
+        if history.way == "loop" or pair.strategy != "auto":
             return None
 
 
@@ -276,8 +285,8 @@ def _compare(
         if wide and (widened := _widened(trial)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
             result = _of_two(widened, history, restart)
-            refused = isinstance(result, Disagreement) and "raise" in result.why
-            if not (refused or isinstance(result, str)):
+            raises = isinstance(result, Disagreement) and "raises" in result.why
+            if not (raises or isinstance(result, str) or _runs_apart(result)):
                 break
         result = _of_two(trial, history, restart)
         if not (isinstance(result, str) or (draws and _runs_apart(result))):
