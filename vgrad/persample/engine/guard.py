@@ -101,9 +101,7 @@ class History:
     lasting: bool = False  # whether later calls take that way at once
     first: Strategy = "recorded"  # that "auto" tries; those before it were wrong
     refuted: Failure | None = None  # why that is not "recorded"
-    compared: frozenset[Strategy] = (
-        frozenset()
-    )  # strategies of which some numbers agreed
+    compared: frozenset[str] = frozenset()  # strategies of which some numbers agreed
 
     def __str__(self) -> str:
         if not self.times:

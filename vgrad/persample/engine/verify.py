@@ -106,7 +106,7 @@ def _is_compared(call: Call) -> bool:
 
 def confirm(
     call: Call,
-    joint: frozenset[Strategy],
+    joint: frozenset[str],
     doubt: "Disagreement | None",
     *,
     strict: bool,
