@@ -91,7 +91,7 @@ def test_the_site(site, subtests):
         headline, install, example, picture = (
             article.find(each)
             for each in (
-                "<strong>Per-sample gradients, private training and ensembles for PyTorch",
+                "<strong>Per-sample gradients, private training and ensembles",
                 "pip install",
                 '<span class="n">per_sample_norm</span>',
                 "one_backward_pass.svg",
