@@ -175,7 +175,7 @@ VALUES = r"""
     loaded(plan={"steps": 3}) | load_state_dict\(state\): expected the plan of a run in
     loaded(plan=dict(asdict(PLAN), discrete=True)) | Plan\(discrete=True\): exp.*Tra
     loaded(plan=dict(asdict(PLAN), rows={"threshold": 4.0})) \
-        | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
+        | expected the plan of a run in .plan., .*rows
     loaded(more=1) | 'step', 'plan' and 'route', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
     private().watch(OTHER) | expected one of the module's own parameters
