@@ -113,11 +113,13 @@ def zeros(numbers: Tensor) -> Tensor:
 
 def _block_norms(flat: Tensor) -> Tensor:
     """Norms [B, P] -> [B] in float64, by blocks in float32."""
-    blocks = flat.shape[1] // _BLOCK
-    head, rest = flat.tensor_split([blocks * _BLOCK], dim=1)
-    head = torch.linalg.vector_norm(head.unflatten(1, (blocks, _BLOCK)), dim=2)
-    rest = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-    return torch.cat([head, rest], 1).double().square_().sum(1).sqrt_()
+    blocks, left = divmod(flat.shape[1], _BLOCK)
+    head = flat[:, : blocks * _BLOCK] if left else flat
+    norms = torch.linalg.vector_norm(head.unflatten(1, (blocks, _BLOCK)), dim=2)
+    if left:
+        rest = torch.linalg.vector_norm(flat[:, -left:], dim=1, keepdim=True)
+        norms = torch.cat([norms, rest], 1)
+    return torch.linalg.vector_norm(norms, dim=1, dtype=torch.float64)
 
 
 def memory_order(grad: Tensor) -> list[int]:
