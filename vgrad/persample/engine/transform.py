@@ -76,11 +76,7 @@ class Across(Protocol):
 
 def eager(transform: "Transform", inputs: Inputs, across: Across | None = None) -> Any:
     """Compute a quantity op by op, of the samples that count."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return eager(transform, inputs, across)
-    value = transform.evaluate(transform.options.on(inputs), across)
-    mask = inputs.mask
+    value, mask = transform.run(inputs, across), inputs.mask
     return value if mask is None else transform.selected(value, mask, inputs)
 
 
@@ -153,16 +149,20 @@ class Transform(Generic[Result]):
             inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
+    def run(self, inputs: Inputs, across: Across | None = None) -> Any:
+        """Compute the quantity, with entries for samples that do not count, too."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(inputs, across)
+        return self.evaluate(self.options.on(inputs), across)
+
     def evaluate(
         self,
         call: Call,
         across: Across | None = None,
         chunk: Callable[[Call], Chunk] | None = None,
     ) -> Any:
-        """Compute the quantity of a call, whole chunks by `chunk` if there is one.
-
-        There are entries for samples that do not count, too.
-        """
+        """Compute the quantity of a call, whole chunks by `chunk` if there is one."""
         strict = across is not None
         doubt = verify(call, strict=strict)
         whole = call
