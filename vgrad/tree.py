@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -233,7 +233,10 @@ def check_fit(
             )
 
 
-wide: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.float32)
+promoted: Callable[[torch.dtype, torch.dtype], torch.dtype] = cache(torch.promote_types)
+"""The dtype of arithmetic on numbers of two dtypes; torch's function is an op."""
+
+wide: Callable[[torch.dtype], torch.dtype] = partial(promoted, torch.float32)
 """The dtype for arithmetic on numbers of a dtype: float32 or wider."""
 
 
@@ -247,7 +250,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 def double(tensor: Tensor) -> Tensor:
     """Cast a tensor to float64, or to its complex numbers."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+    return cast(tensor, promoted(tensor.dtype, torch.float64))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

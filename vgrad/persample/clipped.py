@@ -34,7 +34,7 @@ from vgrad.persample.engine import (
     members,
 )
 from vgrad.torch_private import modes
-from vgrad.tree import double, no_autocast
+from vgrad.tree import cast, double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
 
 _GAMMA = 0.01
@@ -516,10 +516,12 @@ class ClippedSum(Quantity):
         values = parts.values
         sums, norms, counts = Sums(values["grads"]), values["norms"], values["counts"]
         sums.divide(self.normalize_by)
-        clipped, nonfinite = (torch.as_tensor(x, device=call.device) for x in counts)
+        if not norms:
+            counts = [torch.as_tensor(count, device=call.device) for count in counts]
+        clipped, nonfinite = counts
         return ClippedGrad(
             grads=sums.rounded(call.params),
-            norms=norms[""].to(call.dtype) if norms else losses.new_zeros(0),
+            norms=cast(norms[""], call.dtype) if norms else losses.new_zeros(0),
             losses=losses,
             clipped=clipped,
             nonfinite=nonfinite,
