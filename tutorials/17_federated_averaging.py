@@ -99,8 +99,8 @@ for noise_multiplier in (0.0, 1.0, 2.0):
     )
 
 # %% Twenty clients are few: the noise of the mean has the deviation `noise_multiplier *
-# bound / expected clients`, so a hundred times as many have a hundredth of it, at about
-# the same epsilon.
+# bound / expected clients`, so a hundred times as many have a hundredth of it. Epsilon
+# is larger there only because its delta is smaller.
 many = dp.Plan(100 * CLIENTS, 0.5, noise_multiplier, BOUND, ROUNDS, 1e-4)
 for each in (plan, many):
     print(f"{each.dataset_size} clients: deviation {each.deviation(0):.1e}, ", end="")
