@@ -6,6 +6,7 @@ The only place that imports `torch.utils._pytree`, which torch does not promise.
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
 from functools import cache, partial
 from typing import Any
 
@@ -182,6 +183,24 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
                 f"state_dict: expected a tensor at {name}, got a {type(leaf).__name__}."
             )
     return named
+
+
+def named_leaves(tree: Tree) -> tuple[dict[str, Any], TreeSpec]:
+    """Return the leaves of a tree by their places, and the tree's structure.
+
+    The keys and numbers of a place are joined by dots; a leaf alone is the "value".
+
+    Example:
+        >>> named_leaves({"a": (1, 2), "b": 3})[0]
+        {'a.0': 1, 'a.1': 2, 'b': 3}
+    """
+    places: Any
+    places, spec = tree_flatten_with_path(with_leaves(tree)[0])
+    named = {
+        ".".join(str(key) for part in path for key in astuple(part)): leaf
+        for path, leaf in places
+    }
+    return {name or "value": leaf for name, leaf in named.items()}, spec
 
 
 def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
