@@ -554,10 +554,68 @@ class Plan:
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
-        account = self.account(self._counted("Plan.epsilon", steps))
-        [releases] = checks.integers("Plan.epsilon", minimum=1, releases=releases)
-        account = [term._replace(steps=term.steps * releases) for term in account]
+        account = self._released("Plan.epsilon", steps, releases)
         return accounting.composed(account, self.delta, self.accountant)
+
+    def mu(self, steps: int | None = None, *, releases: int = 1) -> float:
+        """Return the mu of Gaussian privacy that `steps` steps have; all by default.
+
+        No attack has more power than the one that tells a normal number of mean 0 from
+        one of mean mu: at a false positive rate r it is at most `Phi(Phi^-1(r) + mu)`,
+        for rates from 1e-12 to one half. Other than a pair of epsilon and delta, mu
+        compares mechanisms, and is all there is to say of Gaussian ones: without
+        sampling it is exact, at all rates. Otherwise it is above the least mu by about
+        0.1 %, and by more after 10^5 steps, when rounding alone makes it 0.4.
+
+        It comes from the distribution of the privacy loss whatever the accountant is,
+        and takes a few times as long as `epsilon`. It is infinite where epsilon is some
+        700. Arguments are as in `epsilon`.
+
+        Reference: arXiv 1905.02383, arXiv 2503.10945.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> plan = Plan(**data, **run)
+            >>> round(plan.mu(), 2), round(plan.mu(1), 2)
+            (0.41, 0.26)
+        """
+        account = self._released("Plan.mu", steps, releases)
+        return accounting.TradeOff.of(account).mu()
+
+    def true_positive_rates(
+        self, rates: Sequence[float], steps: int | None = None, *, releases: int = 1
+    ) -> list[float]:
+        """Bound the power of attacks from above, at false positive rates.
+
+        An attack guesses whether a sample was in the data set, by all that the steps
+        release. The bounds hold in both directions of the relation, and are tighter
+        than the one of `mu`, which is right at all rates at once.
+
+        Raises:
+            ValueError: a rate is not between 0 and 1.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> power = Plan(**data, **run).true_positive_rates([1e-3, 1e-2])
+            >>> [round(rate, 4) for rate in power]
+            [0.0034, 0.0253]
+        """
+        function = "Plan.true_positive_rates"
+        account = self._released(function, steps, releases)
+        named = {f"rates[{place}]": rate for place, rate in enumerate(rates)}
+        numbers = checks.between(function, 0, 1, **named)
+        bounds = accounting.TradeOff.of(account)
+        return [bounds.power(rate) for rate in numbers]
+
+    def _released(
+        self, function: str, steps: int | None, releases: int
+    ) -> list[accounting.Steps]:
+        """List the first steps of each kind, of all releases."""
+        account = self.account(self._counted(function, steps))
+        [releases] = checks.integers(function, minimum=1, releases=releases)
+        return [term._replace(steps=term.steps * releases) for term in account]
 
     def _counted(self, function: str, steps: int | None) -> int:
         """Return a number of steps of the plan, all of them by default."""
