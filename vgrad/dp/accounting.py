@@ -50,8 +50,8 @@ class Steps(NamedTuple):
 # Below, epsilon is in the hundreds and exponentials of privacy losses overflow.
 _LEAST_NOISE = 0.05
 _MOST_NOISE = 2.0**40
-# Beyond, the grid of privacy losses would be too coarse for one step.
-_MOST_STEPS = 10**10
+MOST_STEPS = 10**10
+"""Beyond, the grid of privacy losses would be too coarse for one step."""
 _TOLERANCE = 1e-4
 # Epsilon was at most 0.1 % above a grid's 16 times as fine, in two seconds.
 _MOST_REFINED = 64
@@ -168,9 +168,8 @@ class TradeOff(NamedTuple):
         if self.exact is not None:
             special = checks.package("scipy.special", "dp")
             return float(special.ndtr(special.ndtri(rate) + self.exact))
-        return float(
-            min((self.deltas + self.slopes * rate).min(), 1 - self._left(rate))
-        )
+        line = float((self.deltas + self.slopes * rate).min())
+        return min(line, 1 - self._left(rate))
 
     def _left(self, rate: float) -> float:
         """Bound the false negative rate from below, by lines of exchanged errors."""
@@ -242,9 +241,17 @@ def noise_multiplier_for(
 
 
 def least_noise(
-    call: str, kind: Steps, epsilon: float, delta: float, accountant: Accountant
+    call: str,
+    kind: Steps,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    others: Sequence[Steps] = (),
 ) -> float:
-    """Find the smallest noise multiplier of steps of a kind; `call` is for errors."""
+    """Find the smallest noise multiplier of steps of a kind, beside other releases.
+
+    `call` is for errors.
+    """
     sampling_rate, _, steps, *_ = kind
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
@@ -253,11 +260,13 @@ def least_noise(
             f"sample is used at all. Such a delta allows releasing samples as they are."
         )
 
+    floor = _LEAST_NOISE * _signal(kind)  # with less, epsilon is infinite
+
     @functools.cache
     def excess(log_noise: float) -> float:
-        noise = math.exp(log_noise)
+        noise = max(math.exp(log_noise), floor)
         steps_of = kind._replace(noise_multiplier=noise)
-        spent = composed([steps_of], delta, accountant)
+        spent = composed([*others, steps_of], delta, accountant)
         if spent in (0.0, math.inf):
             return -1.0 if spent == 0.0 else 1.0  # only the sign counts
         # The logarithm of epsilon is nearly linear in the logarithm of the noise.
@@ -281,7 +290,9 @@ def least_noise(
             )
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
-        low, high, step = low - step, low, 2 * step
+        if low <= math.log(floor):
+            return floor
+        low, high, step = max(low - step, math.log(floor)), low, 2 * step
     # SciPy comes with dp-accounting, which `excess` has imported by now.
     from scipy.optimize import brentq
 
@@ -290,7 +301,34 @@ def least_noise(
     step = tolerance / 2
     while excess(root) > 0:
         root, step = min(root + step, high), 2 * step
-    return math.exp(root)
+    return max(math.exp(root), floor)
+
+
+def most(excess: Callable[[int], float], high: int) -> int:
+    """Find the largest count up to `high` whose excess over a budget is at most 1.
+
+    Zero if there is none. The excess rises with the count. The result is at most a
+    factor of 1 - 1e-4 too small.
+    """
+    low, under, count = 0, 0.0, 1
+    while (over := excess(count)) <= 1:
+        if count == high:
+            return high
+        low, under = count, over
+        count = min(high, count * min(16, max(2, round(1 / max(over, 0.01)))))
+    high, by_law = count, False
+    while high - low > max(1, 1e-4 * low):
+        middle, by_law = math.isqrt(low * high), not by_law
+        if by_law and 0 < under and over < math.inf:
+            share = math.log(1 / under) / math.log(over / under)
+            middle = round(low * (high / low) ** share)
+        middle = min(max(middle, low + 1), high - 1)
+        value = excess(middle)
+        if value <= 1:
+            low, under = middle, value
+        else:
+            high, over = middle, value
+    return low
 
 
 def check(
@@ -338,7 +376,12 @@ def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
     delta = delta - _rounding(kinds)
     if delta <= 0:
         return math.inf
-    return _composed_losses(library, kinds).get_epsilon_for_delta(delta)
+    losses = _composed_losses(library, kinds)
+    epsilon = losses.get_epsilon_for_delta(delta)
+    # It divides by exp(-epsilon), which is hardly a number between 709 and 745.
+    if epsilon == math.inf and losses.get_delta_for_epsilon(750.0) <= delta:
+        return 750.0
+    return epsilon
 
 
 def _rounding(kinds: Sequence[Steps]) -> float:
@@ -351,10 +394,10 @@ def _rounding(kinds: Sequence[Steps]) -> float:
 def _composed_losses(library: Any, kinds: Sequence[Steps]) -> Any:
     """Return the distribution of the privacy loss of all steps."""
     steps = sum(kind.steps for kind in kinds)
-    if steps > _MOST_STEPS:
+    if steps > MOST_STEPS:
         raise ValueError(
             f'epsilon(steps={steps}, accountant="pld"): expected at most '
-            f"{_MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
+            f"{MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
             f'for more. Use accountant="rdp".'
         )
     # Distributions are composed on one grid. The finest one may have too many points
