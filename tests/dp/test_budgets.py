@@ -7,8 +7,7 @@ import pytest
 
 from tests.dp import runs
 from tests.dp.test_accounting import gaussian_epsilon
-from vgrad.dp import Plan, noising, quantile_clip
-from vgrad.dp.accounting import most
+from vgrad.dp import Plan, accounting, noising, quantile_clip
 
 SLOW = pytest.mark.slow
 DATA = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
@@ -86,12 +85,14 @@ def test_the_search_finds_the_last_count_and_does_not_go_on(power, limit):
         asked.append(count)
         return (count / limit) ** power
 
-    found = most(share, 10**10)
+    found = accounting.largest_count(share, 10**10)
     assert found == limit if limit <= 1000 else limit * (1 - 2e-4) < found <= limit
     assert len(asked) < 60
-    assert most(lambda count: 2.0, 10) == 0
-    assert most(lambda count: 0.0, 10) == 10
-    assert most(lambda count: math.inf if count > 7 else 0.0, 100) == 7
+    assert accounting.largest_count(lambda count: 2.0, 10) == 0
+    assert accounting.largest_count(lambda count: 0.0, 10) == 10
+    assert (
+        accounting.largest_count(lambda count: math.inf if count > 7 else 0.0, 100) == 7
+    )
 
 
 NOISE = {"noise_multiplier": 5.0}

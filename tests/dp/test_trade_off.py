@@ -8,8 +8,7 @@ from scipy.special import ndtr, ndtri
 
 from tests.dp import runs
 from tests.dp.test_accounting import gaussian_delta
-from vgrad.dp import Plan, noising, quantile_clip
-from vgrad.dp.accounting import LEAST_RATE, Steps, TradeOff
+from vgrad.dp import Plan, accounting, noising, quantile_clip
 
 RATES = [1e-9, 1e-6, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99]
 IN_ORDER = {"sampling": "fixed_order"}
@@ -45,7 +44,7 @@ def test_without_sampling_the_curve_is_the_one_of_a_gaussian_mechanism(plan, mu)
 @pytest.mark.parametrize("mu", [0.01, 0.1, 1.0, 5.0, 20.0])
 def test_lines_are_close_above_a_gaussian_mechanism(mu):
     """All samples but one in 10^12 are in a batch, so there is no closed form."""
-    bounds = TradeOff.of([Steps(1 - 1e-12, 1 / mu, 1)])
+    bounds = accounting.TradeOff.of([accounting.Steps(1 - 1e-12, 1 / mu, 1)])
     assert bounds.exact is None
     assert mu * (1 - 1e-9) <= bounds.mu() <= 1.003 * mu
     for rate in RATES:
@@ -94,13 +93,13 @@ def test_no_attack_on_sampled_steps_has_more_power_and_some_nearly_has_it(
     rate, noise, doublings, width
 ):
     plan = runs.plan(1000, rate, noise=noise, steps=2**doublings)
-    bounds, best = TradeOff.of(plan.account(plan.steps)), 0.0
+    bounds, best = accounting.TradeOff.of(plan.account(plan.steps)), 0.0
     nearest = dict.fromkeys(RATES, 0.0)
     for false, true in attacks(rate, noise, doublings, width):
         chosen = np.linspace(0, len(false) - 1, 400).astype(int)
         for alpha, power in zip(false[chosen], true[chosen], strict=True):
             assert power <= bounds.power(alpha) * (1 + 1e-9)
-        inside = (false >= LEAST_RATE) & (false <= 0.5)
+        inside = (false >= accounting.LEAST_RATE) & (false <= 0.5)
         gaps = ndtri(true[inside]) - ndtri(false[inside])
         best = max(best, float(gaps.max()))
         for alpha in RATES:  # a coin between two tests is a test

@@ -304,7 +304,7 @@ def least_noise(
     return max(math.exp(root), floor)
 
 
-def most(excess: Callable[[int], float], high: int) -> int:
+def largest_count(excess: Callable[[int], float], high: int) -> int:
     """Find the largest count up to `high` whose excess over a budget is at most 1.
 
     Zero if there is none. The excess rises with the count. The result is at most a

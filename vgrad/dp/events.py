@@ -19,11 +19,7 @@ class Event:
     steps: tuple[Steps, ...]
 
     def __post_init__(self) -> None:
-        # Lists are tuples that JSON has read.
-        fields = (
-            (tuple(x) if isinstance(x, list) else x for x in y) for y in self.steps
-        )
-        self.__dict__["steps"] = tuple(Steps(*x) for x in fields)
+        self.__dict__["steps"] = tuple(map(_term, self.steps))
 
     @classmethod
     def of(cls, event: Any, words: object) -> "Event":
@@ -34,6 +30,12 @@ class Event:
                 f"name the releases, such as words='a histogram of the labels'."
             )
         return cls(words, tuple(_steps(event, 1)))
+
+
+def _term(values: Any) -> Steps:
+    """Return a term of an account, of which JSON has made lists."""
+    rate, noise, steps, truncated, neighbours = values
+    return Steps(rate, noise, steps, truncated and tuple(truncated), neighbours)
 
 
 def _steps(event: Any, count: int) -> Iterator[Steps]:

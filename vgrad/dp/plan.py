@@ -409,7 +409,7 @@ class Plan:
             return spent / epsilon
 
         limit = accounting.MOST_STEPS // (2 * releases) if steps is None else size
-        count = accounting.most(share, limit)
+        count = accounting.largest_count(share, limit)
         if count == 0 or (steps is None and count == limit):
             least = "one step" if steps is None else "batches of one sample"
             range_ = f"for {least} at least" if count == 0 else f"below {limit} steps"

@@ -26,12 +26,12 @@ def release(
 
     `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
     any other reader of the format, and the claim in its metadata. `privacy.json` is the
-    claim for people: epsilon, delta, mu, neighbours, mechanism, and how many steps of which
-    sampling rate and noise multiplier, earlier plans included (correlated noise is one
-    step of all batches, or of each round of groups). There is no key,
-    no loss, norm or count of clipped samples, no optimizer state and no order of data;
-    nor the size of the data set, in which neighbours differ. `save` writes the secret
-    key: never publish its files.
+    claim for people: epsilon, delta, mu, neighbours, mechanism, and how many steps of
+    which sampling rate and noise multiplier, earlier plans and the releases of others
+    included (correlated noise is one step of all batches, or of each round of groups).
+    There is no key, no loss, norm or count of clipped samples, no optimizer state and
+    no order of data; nor the size of the data set, in which neighbours differ. `save`
+    writes the secret key: never publish its files.
 
     The folder is new or empty, and is there with both files or not at all. The same
     state gives the same bytes. `PrivateGradients` has its plan; a `TrainState` needs
