@@ -169,9 +169,9 @@ class TradeOff(NamedTuple):
             special = checks.package("scipy.special", "dp")
             return float(special.ndtr(special.ndtri(rate) + self.exact))
         line = float((self.deltas + self.slopes * rate).min())
-        return min(line, 1 - self._left(rate))
+        return min(line, 1 - self._missed(rate))
 
-    def _left(self, rate: float) -> float:
+    def _missed(self, rate: float) -> float:
         """Bound the false negative rate from below, by lines of exchanged errors."""
         return max(0.0, float(((1 - self.deltas - rate) / self.slopes).max()))
 
@@ -187,14 +187,14 @@ class TradeOff(NamedTuple):
         if self.exact is not None:
             return self.exact
         special = checks.package("scipy.special", "dp")
-        equal, least = (1 - self.deltas[0]) / 2, LEAST_RATE
-        low = min(least, self._left(0.5))
+        equal = (1 - self.deltas[0]) / 2
+        low = min(LEAST_RATE, self._missed(0.5))
         if low == 0:
             return math.inf
-        high = equal if equal > least else self._left(least)
+        high = equal if equal > LEAST_RATE else self._missed(LEAST_RATE)
         rates = np.geomspace(low, high, 10 * _LINES)
         lines = np.array([(self.deltas + self.slopes * r).argmin() for r in rates])
-        if equal > least:
+        if equal > LEAST_RATE:
             lines[-1] = 0  # but for rounding
         first, then = lines[:-1], lines[1:]
         first, then = first[first != then], then[first != then]

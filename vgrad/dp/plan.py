@@ -400,19 +400,19 @@ class Plan:
         mechanism, size = plan.mechanism, plan.dataset_size
 
         def share(count: int) -> float:
-            own = mechanism.spent(count)
+            term = mechanism.spent(count)
             if steps is not None:
                 rated = replace(mechanism, sampling_rate=count / size)
-                own = rated.spent(plan.steps - earlier)
-            account = [*others, own._replace(steps=own.steps * releases)]
+                term = rated.spent(plan.steps - earlier)
+            account = [*others, term._replace(steps=term.steps * releases)]
             spent = accounting.composed(account, plan.delta, plan.accountant)
             return spent / epsilon
 
         limit = accounting.MOST_STEPS // (2 * releases) if steps is None else size
         count = accounting.largest_count(share, limit)
         if count == 0 or (steps is None and count == limit):
-            least = "one step" if steps is None else "batches of one sample"
-            range_ = f"for {least} at least" if count == 0 else f"below {limit} steps"
+            unit = "one step" if steps is None else "batches of one sample"
+            range_ = f"for {unit} at least" if count == 0 else f"below {limit} steps"
             raise ValueError(
                 f"Plan.for_epsilon({epsilon=}, noise_multiplier="
                 f"{plan.noise_multiplier}, delta={plan.delta}): expected a budget "
@@ -729,8 +729,8 @@ class Plan:
         """List the releases of others, and the first steps of all of the plan's own."""
         account = self.account(self._counted(function, steps))
         [releases] = checks.integers(function, minimum=1, releases=releases)
-        own = [term._replace(steps=term.steps * releases) for term in account]
-        return [*self._beside, *own]
+        account = [term._replace(steps=term.steps * releases) for term in account]
+        return [*self._beside, *account]
 
     @property
     def _beside(self) -> list[accounting.Steps]:
@@ -783,7 +783,7 @@ class Plan:
             noise     2 times a max_norm of 1, independent
         """
         bounds = accounting.TradeOff.of(self._released("Plan.summary", None, 1))
-        power, least = bounds.power(1e-3), accounting.LEAST_RATE
+        power, rate = bounds.power(1e-3), accounting.LEAST_RATE
         count, of = self.samples_per_unit, f"of {self.dataset_size:,}"
         kind = "samples" if count is None else f"units of {count} samples at most"
         batches = f"{self.expected_batch_size:,.6g} {of} {kind} on average"
@@ -794,7 +794,7 @@ class Plan:
         noise = f"{self.noise_multiplier:.6g} times a max_norm of {norm}, {noise}"
         rows = [
             ("epsilon", f"{self.epsilon():.3g} at delta {self.delta:.3g}"),
-            ("mu", f"{bounds.mu():.3g} at false positive rates from {least:g} on"),
+            ("mu", f"{bounds.mu():.3g} at false positive rates from {rate:g} on"),
             ("power", f"at most {power:.3g} at a false positive rate of 0.001"),
             ("relation", str(self.neighbours)),
             ("steps", f"{self.steps:,}, {self.steps_per_epoch:,} in an epoch"),
