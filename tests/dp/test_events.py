@@ -170,6 +170,12 @@ def test_words_and_steps_belong_to_one_kind_each():
         PLAN.after(FIRST)
 
 
+@pytest.mark.parametrize("events", [5, [5], "a", {"a": GAUSSIAN(1.0)}])
+def test_a_field_of_other_things_than_events_is_refused(events):
+    with pytest.raises(TypeError, match="expected the events of another plan"):
+        dataclasses.replace(PLAN, events=events)
+
+
 def test_an_event_has_the_relation_of_the_plan():
     replaced = dataclasses.replace(PLAN, neighbours="replace_one")
     assert replaced.after(GAUSSIAN(9.0), words=COUNTS).mu(0) == 2 / 9

@@ -136,3 +136,41 @@ def test_the_curve_of_mu_is_above_the_one_of_the_accountant(options):
         assert rate <= power
         if rate <= 0.5:
             assert power <= ndtr(ndtri(rate) + mu) * (1 + 1e-9)
+
+
+def test_steps_that_spend_nothing_and_steps_that_spend_all_have_their_curves():
+    plan = runs.plan(100, 0.1, noise=1.0, steps=20, delta=1e-5)
+    assert plan.mu(0) == 0.0
+    assert plan.true_positive_rates(RATES, 0) == pytest.approx(RATES, rel=1e-12)
+    assert plan.mu(1) < plan.mu(5) < plan.mu() < plan.mu(releases=2)
+    assert plan.mu(10, releases=2) == plan.mu()
+    silent = runs.plan(100, 0.1, noise=0.04, steps=20)
+    assert silent.mu() == math.inf
+    assert silent.true_positive_rates([1e-9]) == [1.0]
+    long = runs.plan(100, 0.1, noise=1.0, steps=10**7)
+    assert long.mu() == math.inf
+
+
+def test_plans_before_are_in_the_curve():
+    first, then = (runs.plan(100, 1.0, noise=s, steps=4) for s in (2.0, 4.0))
+    assert then.after(first, 3).mu() == pytest.approx(math.sqrt(3 / 4 + 4 / 16))
+    mixed = runs.plan(100, 0.1, noise=2.0).after(first, 1)
+    assert 0.5 < mixed.mu() < math.sqrt(1 / 4 + 4 / 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda plan: plan.mu(5), "expected at most the 4 steps"),
+        (lambda plan: plan.mu(-1), "expected a whole number >= 0"),
+        (lambda plan: plan.mu(releases=0), "expected a whole number >= 1"),
+        (lambda plan: plan.true_positive_rates([0]), r"expected 0 < rates\[0\] < 1"),
+        (lambda plan: plan.true_positive_rates([0.1, 1]), r"expected 0 < rates\[1\]"),
+        (lambda plan: plan.true_positive_rates([math.nan]), r"rates\[0\]=nan"),
+        (lambda plan: plan.true_positive_rates(0.1), "expected a list of rates"),
+        (lambda plan: plan.mu(releases=10**11), "which has a bound of epsilon alone"),
+    ],
+)
+def test_numbers_without_a_curve_are_refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(runs.plan(100, 0.1, noise=1.0))

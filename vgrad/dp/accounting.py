@@ -154,6 +154,8 @@ class TradeOff(NamedTuple):
         with _quiet():
             losses, rounding = _composed_losses(library, kinds), _rounding(kinds)
             high, rest = 700.0, losses.get_delta_for_epsilon(700.0)
+            if rest >= 0.5:  # and no line bounds mu
+                return cls(np.ones(1), np.ones(1), math.inf)
             if rest < 0.1:  # of losses that are larger, or infinite
                 high = min(high, losses.get_epsilon_for_delta(2 * rest + rounding))
             high = max(high, 1e-9)
@@ -398,7 +400,7 @@ def _composed_losses(library: Any, kinds: Sequence[Steps]) -> Any:
         raise ValueError(
             f'epsilon(steps={steps}, accountant="pld"): expected at most '
             f"{MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
-            f'for more. Use accountant="rdp".'
+            f'for more. Use accountant="rdp", which has a bound of epsilon alone.'
         )
     # Distributions are composed on one grid. The finest one may have too many points
     # for the losses of other kinds.

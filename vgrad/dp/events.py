@@ -24,12 +24,13 @@ class Event:
     @classmethod
     def of(cls, event: Any, words: object) -> "Event":
         """Return an event of dp_accounting with its words, both checked."""
+        steps = tuple(_steps(event, 1))
         if not isinstance(words, str) or not words.strip():
             raise ValueError(
                 f"Plan.after(event, words={checks.shown(words)}): expected words that "
                 f"name the releases, such as words='a histogram of the labels'."
             )
-        return cls(words, tuple(_steps(event, 1)))
+        return cls(words, steps)
 
 
 def _term(values: Any) -> Steps:

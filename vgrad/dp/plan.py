@@ -141,8 +141,16 @@ class Plan:
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
                 )
-        events = (Event(**x) if isinstance(x, Mapping) else x for x in self.events)
-        values["events"] = tuple(events)
+        events = self.events if isinstance(self.events, Sequence) else (self.events,)
+        events = tuple(  # as dataclasses.asdict writes them
+            Event(**x) if isinstance(x, Mapping) and "words" in x else x for x in events
+        )
+        if not all(isinstance(x, Event) for x in events):
+            raise TypeError(
+                f"Plan(events={checks.shown(self.events)}): expected the events of "
+                f"another plan. Pass an event with words to plan.after."
+            )
+        values["events"] = events
         numbers = {"noise_multiplier": self.noise_multiplier}
         checks.non_negative("Plan", **numbers)
         if isinstance(self.max_norm, Mapping):
@@ -717,6 +725,8 @@ class Plan:
             [0.0037, 0.0268]
         """
         function = "Plan.true_positive_rates"
+        if not hasattr(rates, "__iter__"):
+            raise TypeError(f"{function}({rates=}): expected a list of rates.")
         account = self._released(function, steps, releases)
         named = {f"rates[{place}]": rate for place, rate in enumerate(rates)}
         numbers = checks.between(function, 0, 1, **named)
