@@ -1,9 +1,7 @@
 """Private training with transformers' Trainer: a tiny BERT learns a made-up rule.
 
 The model comes from a config and the sentences from a generator: nothing is downloaded.
-The trainer clips gradients by default (`max_grad_norm=1.0`). This is switched off, as
-each sample's gradient was clipped before there was noise. So are accumulation and mixed
-precision with a scaler. A step on gradients that were changed raises.
+The run stops in its second epoch, and a new trainer resumes it from the checkpoint.
 """
 
 import tempfile
@@ -12,11 +10,11 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
-from vgrad.dp import PrivateGradients
+from vgrad.integrations.transformers import PrivateTrainer
 
 SENTENCES, LENGTH, EPOCHS = 1200, 8, 6
 
@@ -31,29 +29,18 @@ def sentences(count):
     ]
 
 
-class PrivateTrainer(Trainer):
-    """A trainer whose gradients come from `private`."""
+class StopAndSave(TrainerCallback):
+    """Ends training after 15 steps."""
 
-    def __init__(self, private, **options):
-        super().__init__(**options)
-        self.private = private
-
-    def get_train_dataloader(self):
-        return self.private.loader
-
-    def create_optimizer(self, *args, **kwargs):
-        return self.private.watch(super().create_optimizer(*args, **kwargs))
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        return self.private.backward(inputs)["loss"].nan_to_num()  # of an empty batch
+    def on_step_end(self, args, state, control, **options):
+        """Save a checkpoint, and stop."""
+        if state.global_step == 15:
+            control.should_save = control.should_training_stop = True
 
 
-torch.manual_seed(0)
-train, test = sentences(SENTENCES), sentences(300)
-model = BertForSequenceClassification(
-    BertConfig(
+def trainer(folder, data, *callbacks):
+    """Make a trainer of a new model; 60 sentences are on the device at once."""
+    config = BertConfig(
         vocab_size=20,
         hidden_size=32,
         num_hidden_layers=1,
@@ -61,33 +48,36 @@ model = BertForSequenceClassification(
         intermediate_size=32,
         max_position_embeddings=LENGTH,
     )
-)
-private = PrivateGradients(
-    model,
-    None,
-    train,
-    epsilon=8.0,
-    delta=1e-4,
-    epochs=EPOCHS,
-    batch_size=120,
-    max_norm=1.0,
-)
-with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,
+        per_device_train_batch_size=60,
+        gradient_accumulation_steps=2,
         learning_rate=1e-2,
-        max_grad_norm=0.0,
-        gradient_accumulation_steps=1,
-        fp16=False,
         use_cpu=True,
         report_to="none",
-        save_strategy="no",
+        save_strategy="epoch",
         disable_tqdm=True,
     )
-    PrivateTrainer(private, model=model, args=arguments).train()
+    return PrivateTrainer(
+        BertForSequenceClassification(config),
+        arguments,
+        train_dataset=data,
+        callbacks=[*callbacks],
+        epsilon=8.0,
+        delta=1e-4,
+        max_norm=1.0,
+    )
 
-model.eval()
+
+torch.manual_seed(0)
+train, test = sentences(SENTENCES), sentences(300)
+with tempfile.TemporaryDirectory() as folder:
+    trainer(folder, train, StopAndSave()).train()
+    resumed = trainer(folder, train)
+    resumed.train(resume_from_checkpoint=True)
+
+model, private = resumed.model.eval(), resumed.private
 with torch.no_grad():
     words = torch.stack([row["input_ids"] for row in test])
     guess = model(words).logits.argmax(1)

@@ -30,7 +30,7 @@ LAYERS = [
     {"training"},
     {"compiled"},
     {"distributed"},
-    {"attribution"},
+    {"attribution", "integrations"},
     {"cli"},
     {"__main__"},
 ]
@@ -169,7 +169,7 @@ def test_tests_come_in_through_the_doors():
         if parts[-1] == "__init__"
     }
     rooms |= {"vgrad", *(f"vgrad.{name}" for name in LAYERS[1])}
-    rooms |= {"vgrad.testing", "vgrad.__main__"}
+    rooms |= {"vgrad.testing", "vgrad.__main__", "vgrad.integrations.transformers"}
     for path in sorted(ROOT.glob("tests/**/*.py")):
         for name in imports(path):
             module = name.rpartition(".")[0] or name

@@ -19,9 +19,10 @@ Computed from `(params, buffers, *batch)`, for every sample or from all of them:
 * `per_sample_gram`: inner products of all pairs of gradients
 * `per_sample_projection`: a random projection of every gradient
 * `clipped_grad`, `weighted_grad`: the sum of clipped gradients, a weighted sum
+* `clipped_sum`: the sum of the clipped values of any function of a sample
 * `gradient_moments`: mean, variance and noise of gradients
 * `explain`: how one of these runs a model and a batch, a `Report`
-* `ClippedGrad`, `GradientMoments`, `Report`: their results
+* `ClippedGrad`, `ClippedValues`, `GradientMoments`, `Report`: their results
 * `NoiseScale`: the gradient noise scale, averaged over batches
 * `Sensitivity`: how far one sample can move a clipped sum
 
@@ -84,9 +85,11 @@ from vgrad.functional.model import (
 )
 from vgrad.persample import (
     ClippedGrad,
+    ClippedValues,
     GradientMoments,
     NoiseScale,
     clipped_grad,
+    clipped_sum,
     gradient_moments,
     per_sample_grad,
     per_sample_gram,
@@ -102,6 +105,7 @@ from vgrad.tree import to_device
 
 __all__ = [
     "ClippedGrad",
+    "ClippedValues",
     "CompileWarning",
     "FallbackWarning",
     "FunctionalModel",
@@ -114,6 +118,7 @@ __all__ = [
     "autocast",
     "batch_loss",
     "clipped_grad",
+    "clipped_sum",
     "combine_state_for_ensemble",
     "compile",
     "compiled",

@@ -6,7 +6,8 @@ The only place that imports `torch.utils._pytree`, which torch does not promise.
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import astuple
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -184,6 +185,24 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
+def named_leaves(tree: Tree) -> tuple[dict[str, Any], TreeSpec]:
+    """Return the leaves of a tree by their places, and the tree's structure.
+
+    The keys and numbers of a place are joined by dots; a leaf alone is the "value".
+
+    Example:
+        >>> named_leaves({"a": (1, 2), "b": 3})[0]
+        {'a.0': 1, 'a.1': 2, 'b': 3}
+    """
+    places: Any
+    places, spec = tree_flatten_with_path(with_leaves(tree)[0])
+    named = {
+        ".".join(str(key) for part in path for key in astuple(part)): leaf
+        for path, leaf in places
+    }
+    return {name or "value": leaf for name, leaf in named.items()}, spec
+
+
 def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
     """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
@@ -214,7 +233,10 @@ def check_fit(
             )
 
 
-wide: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.float32)
+promoted: Callable[[torch.dtype, torch.dtype], torch.dtype] = cache(torch.promote_types)
+"""The dtype of arithmetic on numbers of two dtypes; torch's function is an op."""
+
+wide: Callable[[torch.dtype], torch.dtype] = partial(promoted, torch.float32)
 """The dtype for arithmetic on numbers of a dtype: float32 or wider."""
 
 
@@ -228,7 +250,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 def double(tensor: Tensor) -> Tensor:
     """Cast a tensor to float64, or to its complex numbers."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+    return cast(tensor, promoted(tensor.dtype, torch.float64))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -545,3 +545,47 @@ def test_batches_are_cut_without_rest_and_without_overlap(some):
             assert [*itertools.chain(*parts)] == batch
         sizes = [len(result[0][place]) for result in results]
         assert max(sizes) - min(sizes) <= 1, batch
+
+
+def _of_a_function(size):
+    (mesh, rank), worst = mesh_of(size), []
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(3)}, torch.randn(7, 3)
+
+    def moments(params, buffers, x):
+        return {"a": (params["w"] * x, x.square().sum()), "b": torch.fft.fft(x)}
+
+    compute = vgrad.clipped_sum(moments, max_norm=0.5, chunk_size=2)
+    for each in (compute, vgrad.compile(compute)):
+        parallel = data_parallel(each, mesh)
+        assert parallel.sensitivity == compute.sensitivity
+        for sizes in CUTS[size]:
+            result = parallel(params, {}, x[own(rank, sizes)])
+            whole = compute(params, {}, x[: sum(sizes)])
+            worst.append(errors(result, whole))
+    part = x[own(rank, CUTS[size][0])]
+
+    def fails(params, buffers, x, rank=rank):
+        return torch.linalg.cholesky(x.diag()) if rank else x.diag()
+
+    with pytest.raises(RankError if not rank else torch.linalg.LinAlgError):
+        data_parallel(vgrad.clipped_sum(fails, max_norm=1.0), mesh)({}, {}, -part.abs())
+    others = vgrad.clipped_sum(lambda p, b, x, by=rank: by * x, max_norm=1.0)
+    with pytest.raises(RankError, match="expected the same number on all ranks"):
+        data_parallel(others, mesh)({}, {}, part)
+    with pytest.raises(TypeError, match="got a DTensor in 'params.w'"):
+        data_parallel(compute, mesh)(shard(params, mesh), {}, part)
+    draws = vgrad.clipped_sum(
+        lambda p, b, x: F.dropout(x, 0.5), max_norm=9.0, randomness="different"
+    )
+    drawn = []
+    for sizes in CUTS[size][:2]:
+        torch.manual_seed(rank)
+        drawn.append(data_parallel(draws, mesh)({}, {}, x[own(rank, sizes)]))
+    worst.append(errors(*drawn))
+    return worst
+
+
+def test_sums_of_any_function_are_of_all_ranks(some):
+    for worst in some.run(_of_a_function, some.size):
+        assert max(worst) < 2e-6, worst

@@ -27,6 +27,7 @@ from vgrad.curvature.kronecker import (
     kfac,
 )
 from vgrad.curvature.outputs import (
+    IGNORED,
     Batches,
     Likelihood,
     check_targets,
@@ -162,7 +163,9 @@ class Laplace:
                 normal = MultivariateNormal(apart, double(prediction.covariance))
                 logs = normal.log_prob(torch.zeros_like(apart))
             else:
-                logs = double(prediction.log().gather(1, target.unsqueeze(1)))
+                counts = (target != IGNORED).unsqueeze(1)
+                classes = target.unsqueeze(1).where(counts, 0)
+                logs = double(prediction.log().gather(1, classes)).where(counts, 0)
             total, count = total.to(logs.device) + logs.sum(), count + len(logs)
         return total / count
 
@@ -327,7 +330,7 @@ def laplace(
         samples, numbers = samples + len(output), numbers + output.numel()
 
     likelihood_of("laplace", fmodel, likelihood or "")
-    data = replace(ggn(fmodel, likelihood), has_targets=True, note=note)
+    data = replace(ggn(fmodel, likelihood, targets=True), note=note)
     data = replace(data, function="laplace", caller=laplace)
     if isinstance(structure, Kronecker):
         matrix = structure

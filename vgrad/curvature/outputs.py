@@ -39,6 +39,12 @@ from vgrad.typing import Buffers, LossFn, Params, T, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
+Targets = Literal["none", "some", "all"]
+"""Whether batches end with targets; with `"some"`, batches of several items do."""
+
+IGNORED = -100
+"""The class that `torch.nn.functional.cross_entropy` ignores."""
+
 Batches = Iterable[tuple[Tree, ...]]
 """Batches `(*inputs)`, with targets at the end where the curvature has some."""
 
@@ -47,15 +53,17 @@ Batches = Iterable[tuple[Tree, ...]]
 class Curvature:
     """The curvature of the mean loss of samples; `ggn` and its neighbours make it.
 
-    `columns` are of outputs [B, ...] and targets or keys [B, ...]: [B, K, ...].
+    `columns` are of outputs [B, ...] and targets, or keys and targets, [B, ...]: they
+    are [B, K, ...].
     """
 
     function: str
     fmodel: FunctionalModel
     likelihood: Likelihood
     columns: Callable[[Tensor, Any], Tensor]
-    has_targets: bool = False
+    targets: Targets = "none"
     seed: int | None = None  # of the keys
+    ignored: int = IGNORED  # the class of positions that do not count
     note: Callable[[Tensor, Any], None] | None = None
     """Called with the outputs and targets of each batch."""
     caller: Callable | None = None
@@ -86,7 +94,7 @@ class Curvature:
             with torch.no_grad():
                 arguments = params, buffers, batch, number
                 together, targets = self.outputs(*arguments, ends)
-            inputs = batch[: len(batch) - self.has_targets]
+            inputs = batch[: len(batch) - self._has_targets(batch)]
             value, output = transform(params, buffers, *inputs, targets)
             self.check_apart(together, output[ends])
             if self.note is not None:
@@ -110,20 +118,22 @@ class Curvature:
         number: int = 0,
         rows: slice = slice(None),
     ) -> tuple[Tensor, Any]:
-        """Return the outputs of some samples together, and all targets or keys."""
-        form = "(*inputs, target)" if self.has_targets else "(*inputs,)"
+        """Return the outputs of some samples together, and all targets and keys."""
+        has_targets = self._has_targets(batch)
+        form = "(*inputs, target)" if has_targets else "(*inputs,)"
         text = (
             f"{self.function}(fmodel): expected batches {form} that the model takes, "
             f"got {checks.shown(batch)}"
         )
-        if len(batch) <= self.has_targets:
+        if len(batch) <= has_targets:
             raise ValueError(f"{text}, without a target.")
-        criterion = torch.sub if self.has_targets else None  # for a target
+        criterion = torch.sub if has_targets else None  # for a target
         args, kwargs, targets = read(self.function, batch, criterion)
         size = _batches.read(self.function, batch).size
         if self.seed is not None:
             seed = torch_seed(secret_key(seed=self.seed), number)
-            targets = sample_keys(seed, 0, size).to(next(iter(params.values())).device)
+            device = next(iter(params.values())).device
+            targets = sample_keys(seed, 0, size).to(device), targets
         args, kwargs = map_tensors(operator.itemgetter(rows), (args, kwargs))
         run = partial(self.fmodel, params, buffers, *args, **kwargs)
         try:
@@ -131,10 +141,14 @@ class Curvature:
         except TypeError as error:
             raise TypeError(f"{text}: {error}.") from error
         check_output(self.function, output, len(range(size)[rows]))
-        if self.has_targets:
+        if has_targets:
             shape = torch.Size((size, *output.shape[1:]))
-            check_targets(self.function, self.likelihood, shape, targets)
+            labels = targets if self.seed is None else targets[1]
+            check_targets(self.function, self.likelihood, shape, labels, self.ignored)
         return output, targets
+
+    def _has_targets(self, batch: tuple[Tree, ...]) -> bool:
+        return self.targets == "all" or (self.targets == "some" and len(batch) > 1)
 
     def check_apart(self, together: Tensor, apart: Tensor) -> None:
         """Refuse outputs of samples that depend on others beside them."""
@@ -206,7 +220,11 @@ def check_output(function: str, output: Any, size: int) -> None:
 
 
 def check_targets(
-    function: str, likelihood: Likelihood, shape: torch.Size, target: Any
+    function: str,
+    likelihood: Likelihood,
+    shape: torch.Size,
+    target: Any,
+    ignored: int = IGNORED,
 ) -> None:
     """Refuse targets that are not numbers of the outputs' shape, or classes."""
     if likelihood == "gaussian":
@@ -224,10 +242,11 @@ def check_targets(
             f"{function}(batches): expected classes of int64 {(count, *positions)}, "
             f"got {checks.shown(target)}."
         )
-    if not bool(((target >= 0) & (target < classes)).all()):
+    right = (target >= 0) & (target < classes) | (target == ignored)
+    if not bool(right.all()):
         raise ValueError(
-            f"{function}(batches): expected classes from 0 to {classes - 1}, got "
-            f"others, such as those to be ignored. Leave their samples out."
+            f"{function}(batches): expected classes from 0 to {classes - 1}, or "
+            f"{ignored} for a position to ignore, got others."
         )
 
 
@@ -249,7 +268,10 @@ def _with_columns(
 
 
 def ggn(
-    fmodel: FunctionalModel | LossFn, likelihood: Likelihood | None = None
+    fmodel: FunctionalModel | LossFn,
+    likelihood: Likelihood | None = None,
+    *,
+    targets: bool = False,
 ) -> Curvature:
     """Generalised Gauss-Newton matrix: `mean_n J_n^T H_n J_n`, H the likelihood's own.
 
@@ -258,13 +280,16 @@ def ggn(
     logits `[B, T, C]` of a language model are to be transposed), and
     `H = diag(p) - p p^T`. `"gaussian"`: the loss is `|output - target|^2 / 2`, and H
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
-    is the Fisher information.
+    is the Fisher information. With `targets=True` batches are `(*inputs, target)`, and
+    positions of the class -100 do not count.
 
     In place of both, `sample_loss(fmodel, criterion)` with torch's `cross_entropy`,
     `CrossEntropyLoss()`, `mse_loss` or `MSELoss()`, of the two reductions, is one of
     them times a number: the mean over T positions divides by T, and the squared error
     is twice the Gaussian loss, as a mean over K numbers `2 / K` times it. H is
-    multiplied by that number.
+    multiplied by that number. Batches are as of the loss, `(*inputs, target)`, and T
+    counts positions that are not of its `ignore_index`; of a batch `(input,)` all
+    count. A sample without any adds nothing.
 
     Cost: K columns for each sample, one for each number of its output: a backward pass
     has K times the activations, but the inputs of layers once.
@@ -285,13 +310,13 @@ def ggn(
         >>> entries["weight"].detach()  # the mean of squares
         tensor([[1., 2.]])
     """
-    fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
-    exact = {"categorical": _classes, "gaussian": _units}[likelihood]
+    loss = likelihood_of("ggn", fmodel, likelihood, targets)
+    exact = {"categorical": _classes, "gaussian": _units}[loss.likelihood]
 
-    def columns(output: Tensor, targets: Any) -> Tensor:
-        return exact(output) * math.sqrt(weight(output))
+    def columns(output: Tensor, target: Any) -> Tensor:
+        return loss.weighed(exact(output), target, 0.5)
 
-    return Curvature("ggn", fmodel, likelihood, columns)
+    return loss.curvature("ggn", columns)
 
 
 def fisher(
@@ -300,13 +325,14 @@ def fisher(
     *,
     seed: int,
     samples: int = 1,
+    targets: bool = False,
 ) -> Curvature:
     """Monte Carlo Fisher information: targets drawn from the model, as of `ggn`.
 
     Its mean over seeds is the GGN of the same likelihood or loss. The targets of a
     sample follow from `seed`, the place of its batch and its own in there, so a matrix
-    is the same one each time; generators of torch stay as they are. Batches are
-    `(*inputs,)`.
+    is the same one each time; generators of torch stay as they are. Batches, and
+    positions that do not count, are as in `ggn`.
 
     Cost: `samples` columns for each sample.
 
@@ -315,15 +341,16 @@ def fisher(
 
     Reference: Kunstner et al., arXiv 1905.12558.
     """
-    fmodel, likelihood, weight = likelihood_of("fisher", fmodel, likelihood)
+    loss = likelihood_of("fisher", fmodel, likelihood, targets)
     [count] = checks.integers("fisher", minimum=1, samples=samples)
     [seed] = checks.integers("fisher", minimum=0, seed=seed)
-    drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
+    drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[loss.likelihood]
 
-    def columns(output: Tensor, keys: Tensor) -> Tensor:
-        return drawn(output, keys, count) * math.sqrt(weight(output) / count)
+    def columns(output: Tensor, place: tuple[Tensor, Any]) -> Tensor:
+        keys, target = place
+        return loss.weighed(drawn(output, keys, count) / count**0.5, target, 0.5)
 
-    return Curvature("fisher", fmodel, likelihood, columns, seed=seed)
+    return replace(loss.curvature("fisher", columns), seed=seed)
 
 
 def empirical_fisher(
@@ -331,7 +358,8 @@ def empirical_fisher(
 ) -> Curvature:
     """Uncentred covariance of gradients at the targets, `mean_n g_n g_n^T`.
 
-    It has the likelihoods and losses of `ggn`; batches are `(*inputs, target)`.
+    It has the likelihoods and losses of `ggn`, and positions of an ignored class do not
+    count; batches are `(*inputs, target)`.
 
     Raises:
         ValueError: `likelihood` is unknown, or a class is out of range.
@@ -339,15 +367,15 @@ def empirical_fisher(
     Reference: Kunstner et al., arXiv 1905.12558 (where it differs from the GGN).
     """
     function = "empirical_fisher"
-    fmodel, likelihood, weight = likelihood_of(function, fmodel, likelihood)
+    loss = likelihood_of(function, fmodel, likelihood, True)
 
     def columns(output: Tensor, target: Tensor) -> Tensor:
-        if likelihood == "gaussian":
-            return (output - target.view_as(output)).unsqueeze(1) * weight(output)
+        if loss.likelihood == "gaussian":
+            return loss.weighed((output - target.view_as(output)).unsqueeze(1), target)
         chosen = _one_hot(target, output.shape[1]).movedim(-1, 1)
-        return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
+        return loss.weighed((output.softmax(1) - chosen).unsqueeze(1), target)
 
-    return Curvature(function, fmodel, likelihood, columns, has_targets=True)
+    return replace(loss.curvature(function, columns), targets="all")
 
 
 def per_sample_jacobian(
@@ -399,12 +427,52 @@ class _Jacobians(Gradients):
         return {name: grad.unflatten(1, out) for name, grad in grads.items()}
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a sample: a model's likelihood, times a number.
+
+    `mean` tells how a `sample_loss` reduces; None for the likelihood itself.
+    """
+
+    fmodel: FunctionalModel
+    likelihood: Likelihood
+    mean: bool | None
+    targets: Targets
+    ignored: int = IGNORED
+
+    def curvature(self, function: str, columns: Callable) -> Curvature:
+        """Return the curvature with these columns."""
+        kind = function, self.fmodel, self.likelihood, columns, self.targets
+        return Curvature(*kind, ignored=self.ignored)
+
+    def weighed(self, columns: Tensor, target: Any, power: float = 1.0) -> Tensor:
+        """Multiply columns [B, K, *out] by the number, to a power.
+
+        It is zero at positions that do not count.
+        """
+        out = columns.shape[2:]
+        if self.likelihood == "gaussian":
+            number = 1.0 if self.mean is None else 2 / (out.numel() if self.mean else 1)
+            return columns * number**power
+        if target is None:
+            return columns * (1 / (out[1:].numel() if self.mean else 1)) ** power
+        counts = target != self.ignored
+        columns = columns * counts[:, None, None]
+        if not self.mean:
+            return columns
+        terms = counts.reshape(len(counts), -1).sum(1).clamp(min=1)
+        terms = terms.to(columns.dtype) ** power
+        return columns / terms.view(-1, *(1,) * (columns.ndim - 1))
+
+
 def likelihood_of(
-    function: str, fmodel: Any, likelihood: Any
-) -> tuple[FunctionalModel, Likelihood, Callable[[Tensor], float]]:
-    """Return model, likelihood, and by how much a loss is larger for an output."""
+    function: str, fmodel: Any, likelihood: Any, targets: bool = False
+) -> Loss:
+    """Return the loss that a model and a likelihood, or a `sample_loss`, stand for."""
+    checks.choice(function, (False, True), targets=targets)
     chosen: Any = likelihood
-    mean = None
+    mean, ignored = None, IGNORED
+    form: Targets = "all" if targets else "none"
     if isinstance(fmodel, SampleLoss):
         fmodel, criterion, copies = fmodel.parts
         options = vars(criterion) if isinstance(criterion, nn.Module) else {}
@@ -413,15 +481,16 @@ def likelihood_of(
         chosen = _KNOWN.get(kind) if isinstance(kind, Hashable) else None
         plain = not options.get("label_smoothing") and copies is None
         plain &= getattr(criterion, "weight", None) is None
-        plain &= options.get("ignore_index", -100) == -100
         if likelihood is not None or not chosen or mean is None or not plain:
             raise ValueError(
                 f"{function}(loss): expected a sample_loss of cross_entropy, "
                 f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations and "
-                f"options but for a reduction by mean or sum, and no likelihood beside "
-                f"it, got {checks.shown(criterion)}. Pass the model and its "
-                f'likelihood: {function}(fmodel, "categorical").'
+                f"options but for ignore_index and a reduction by mean or sum, and no "
+                f"likelihood beside it, got {checks.shown(criterion)}. Pass the model "
+                f'and its likelihood: {function}(fmodel, "categorical").'
             )
+        ignored = options.get("ignore_index", IGNORED)
+        form = "all" if targets else "some"
     check_model(function, fmodel)
     checks.choice(function, get_args(Likelihood), likelihood=chosen)
     for name, module in fmodel.named_modules():
@@ -430,13 +499,7 @@ def likelihood_of(
                 f"{function}(fmodel): expected gradients that are derivatives, got "
                 f"{name!r}, an embedding with scale_grad_by_freq=True. Set it to False."
             )
-
-    def weight(output: Tensor) -> float:
-        squared = chosen == "gaussian" and mean is not None
-        terms = output[0].numel() // (1 if squared else output.shape[1])
-        return (2 if squared else 1) / (terms if mean else 1)
-
-    return fmodel, chosen, weight
+    return Loss(fmodel, chosen, mean, form, ignored)
 
 
 _KNOWN: dict[Any, Any] = dict.fromkeys(

@@ -378,6 +378,7 @@ class _AcrossRanks:
                 f"loss, or transform the function of one process."
             )
         with call.together():
+            inputs = transform.prepared(inputs)
             read = batches.read(function, inputs.batch)
             if mask is not None:
                 batches.check_mask(function, mask, read.size)

@@ -2,6 +2,7 @@
 
 * `Plan`: the numbers that the sampler, the noise and the accountant of one run share
 * `PrivateGradients`: DP-SGD for a loop with a module and an optimizer of torch
+* `best_of`: release the best of a random number of runs, for tuning with a budget
 * `epsilon`: bound the epsilon that steps of DP-SGD have spent
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
@@ -28,6 +29,7 @@ from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
 from vgrad.dp.sampling import PoissonBatchSampler, collate
+from vgrad.dp.selection import best_of
 from vgrad.dp.units import Units, unit_loader, unit_loss
 from vgrad.generators import secret_key
 
@@ -38,6 +40,7 @@ __all__ = [
     "Units",
     "add_gaussian_noise",
     "audit",
+    "best_of",
     "collate",
     "epsilon",
     "group_clip",

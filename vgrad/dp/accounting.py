@@ -365,13 +365,29 @@ def _quiet() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
+def _rdp_accountant() -> Any:
+    library = checks.package("dp_accounting", "dp")
     # The divergences of a sample that is absent and of one that is zeroed are the same.
     neighbours = library.NeighboringRelation.ADD_OR_REMOVE_ONE
-    accountant = library.rdp.RdpAccountant(neighboring_relation=neighbours)
+    return library.rdp.RdpAccountant(neighboring_relation=neighbours)
+
+
+def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
+    accountant = _rdp_accountant()
     for kind in kinds:
         accountant.compose(kind.event())
     return accountant.get_epsilon(delta)
+
+
+def has_rdp(event: Any) -> bool:
+    """Return whether there is a bound of an event's Rényi divergences."""
+    return _rdp_accountant().supports(event)
+
+
+def rdp_epsilon(event: Any, delta: float) -> float:
+    """Bound the epsilon of an event of dp_accounting by Rényi divergences."""
+    with _quiet():
+        return max(0.0, float(_rdp_accountant().compose(event).get_epsilon(delta)))
 
 
 def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:

@@ -412,7 +412,8 @@ class Outer(Pair):
             run, rows = products.by_terms, products.ROWS
         step = max(1, rows // max(1, self.inputs.shape[2]))
         if self.size <= step:
-            return run(*self.sides, weights).reshape(self.shape)
+            total = run(*self.sides, weights)
+            return total if total.shape == self.shape else total.reshape(self.shape)
         sides = self.inputs.split(step), self.outputs.split(step)
         parts = [*map(run, *sides, weights.split(step))]
         return reductions.total(parts).reshape(self.shape)

@@ -28,7 +28,7 @@ from vgrad.factors.base import (
 from vgrad.factors.norms import cancellation, computed
 from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
-from vgrad.tree import wide
+from vgrad.tree import promoted, wide
 
 Replay = Callable[[Tensor], Tensor]
 
@@ -170,7 +170,7 @@ class Moved(Compound):
 
     def _moved(self, parts: Sequence[Tensor]) -> Tensor:
         """Add the parts `[B, ...]` to where in the parameter they belong."""
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        dtype = functools.reduce(promoted, (part.dtype for part in parts))
         grads = parts[0].new_zeros((len(parts[0]), *self.shape), dtype=dtype)
         for part, replay in zip(parts, self.replays, strict=True):
             if _spots(replay, self.shape) is None:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import cast, wide
+from vgrad.tree import cast, promoted, wide
+
+_DTYPE = attrgetter("dtype")
 
 _BLOCK = {torch.bfloat16: 1024, torch.float16: 256}
 """Terms that units sum up before float32 does, in products that norms are made of."""
@@ -43,19 +45,17 @@ def exact_dtype(*factors: Tensor) -> torch.dtype:
     """Return the dtype in which a product of these matrices is exact."""
     # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
     # bound on clipped gradients.
-    dtype = torch.float32
-    for factor_dtype in {*map(attrgetter("dtype"), factors)}:
-        dtype = torch.promote_types(dtype, factor_dtype)
+    dtype = functools.reduce(promoted, map(_DTYPE, factors), torch.float32)
     single = dtype in (torch.float32, torch.complex64)
     if single and bits(factors[0].device) < 24:
-        dtype = torch.promote_types(dtype, torch.float64)
+        dtype = promoted(dtype, torch.float64)
     return dtype
 
 
 def exact(*factors: Tensor) -> list[Tensor]:
     """Bring the factors of a matrix product to the dtype in which it is exact."""
     dtype = exact_dtype(*factors)
-    return [factor.to(dtype) for factor in factors]
+    return [cast(factor, dtype) for factor in factors]
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """Inner products of rows, [B, ...] and [C, ...] -> [B, C]."""
-    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    dtype = wide(promoted(a.dtype, b.dtype))
     a, b = (x.reshape(len(x), math.prod(x.shape[1:])) for x in (a, b))
     if in_halves(a, b) and a.shape[1] <= _BLOCKS * _BLOCK[a.dtype]:
         return _by_blocks(a[None], b.mT[None])[0]
@@ -108,7 +108,7 @@ def rounding(a: Tensor, b: Tensor) -> float:
     if a.numel() * b.shape[-1] < _FEW or not kernels.multiplies_halves(a.device):
         return 0.0
     # Torch rounds float32 to 11 bits if it may, of which terms keep 16.
-    dtype = torch.promote_types(a.dtype, b.dtype)
+    dtype = promoted(a.dtype, b.dtype)
     fits = dtype == torch.float32 and bits(a.device) == 11
     if not (fits or dtype in _BLOCK) or not _is_plain(a, b):
         return 0.0
@@ -121,14 +121,16 @@ def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     dtype = exact_dtype(a, b)
     weights = cast(weights, dtype)
     if rows := a.shape[1] == a.shape[2] == 1:
-        a, b, column = a.flatten(1), b.flatten(1), weights[:, None]
+        # Views, which cost less than to flatten what is one position.
+        a, b = (side.view(side.shape[0], side.shape[3]) for side in (a, b))
+        column = weights.unsqueeze(1)
     else:
         column = weights.view(-1, 1, 1, 1)
     # The smaller factor is scaled, then one product runs over samples and positions.
     a, b = (a * column, b) if a.shape[-1] <= b.shape[-1] else (a, b * column)
     a, b = cast(a, dtype), cast(b, dtype)
     if rows:
-        return b.mT @ a
+        return torch.mm(b.t(), a)
     order = _order(a)
     a, b = a.permute(order), b.permute(order)
     if len(a) == 1:

@@ -4,6 +4,7 @@ B samples, P numbers in one sample's gradient of one parameter, T positions. Eve
 runs in float32 or wider, with autocast off, whatever the dtype of the gradients.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from operator import attrgetter
@@ -15,7 +16,7 @@ from vgrad.conditions import checks_collected, occurs
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import cast, double, wide
+from vgrad.tree import cast, double, promoted, wide
 from vgrad.typing import Params
 
 _BLOCK = 256
@@ -38,10 +39,8 @@ _SPOILED = 1e10
 
 def norm_dtype(params: Params) -> torch.dtype:
     """Return the dtype of norms over all parameters: real, float32 or wider."""
-    dtype = torch.float32
-    for param_dtype in {*map(attrgetter("dtype"), params.values())}:
-        dtype = torch.promote_types(dtype, param_dtype)
-    return dtype.to_real()
+    kinds = {*map(attrgetter("dtype"), params.values())}
+    return functools.reduce(promoted, kinds, torch.float32).to_real()
 
 
 def together(numbers: Tensor) -> Tensor:
@@ -75,17 +74,15 @@ def root(norms: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
 def row_norms(grad: Tensor) -> Tensor:
     """L2 norm over all but the first dimension, [B, ...] -> [B] in float64."""
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
-    if not real.is_contiguous():
-        real = real.permute(memory_order(real))
-    flat = real
-    if real.ndim != 2:
-        flat = real.reshape(real.shape[0], math.prod(real.shape[1:]))
-    exact = flat.dtype == torch.float64 or flat.requires_grad
+    exact = real.dtype == torch.float64 or real.requires_grad
     if exact or modes.inside_transform():
-        return together(flat)
-    if flat.numel() <= _SMALL or not is_host(flat.device):
+        return together(_rows(real))
+    if real.numel() <= _SMALL or not is_host(real.device):
         # Squares of float32 have room in float64; on a CPU this is slow.
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        flat = real if real.ndim > 1 else _rows(real)
+        axes = [*range(1, flat.ndim)]
+        return torch.linalg.vector_norm(flat, dim=axes, dtype=torch.float64)
+    flat = _rows(real)
     norms = _block_norms(flat.float())
     small = norms <= _LOW
     if checks_collected():  # a graph that doubts zeros would never be used
@@ -93,6 +90,14 @@ def row_norms(grad: Tensor) -> Tensor:
     if occurs(small):
         norms[small] = torch.linalg.vector_norm(flat[small].double(), dim=1)
     return norms
+
+
+def _rows(numbers: Tensor) -> Tensor:
+    """View `[B, ...]` as `[B, P]`, with its other axes as they lie in memory."""
+    sizes = numbers.shape[0], math.prod(numbers.shape[1:])
+    if numbers.is_contiguous():
+        return numbers if numbers.ndim == 2 else numbers.view(sizes)
+    return numbers.permute(memory_order(numbers)).reshape(sizes)
 
 
 def zeros(numbers: Tensor) -> Tensor:
@@ -108,11 +113,13 @@ def zeros(numbers: Tensor) -> Tensor:
 
 def _block_norms(flat: Tensor) -> Tensor:
     """Norms [B, P] -> [B] in float64, by blocks in float32."""
-    blocks = flat.shape[1] // _BLOCK
-    head, rest = flat.tensor_split([blocks * _BLOCK], dim=1)
-    head = torch.linalg.vector_norm(head.unflatten(1, (blocks, _BLOCK)), dim=2)
-    rest = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-    return torch.cat([head, rest], 1).double().square_().sum(1).sqrt_()
+    blocks, left = divmod(flat.shape[1], _BLOCK)
+    head = flat[:, : blocks * _BLOCK] if left else flat
+    norms = torch.linalg.vector_norm(head.unflatten(1, (blocks, _BLOCK)), dim=2)
+    if left:
+        rest = torch.linalg.vector_norm(flat[:, -left:], dim=1, keepdim=True)
+        norms = torch.cat([norms, rest], 1)
+    return torch.linalg.vector_norm(norms, dim=1, dtype=torch.float64)
 
 
 def memory_order(grad: Tensor) -> list[int]:
@@ -206,25 +213,25 @@ def normal_rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
     order = None if grad.is_contiguous() else memory_order(grad)
+    rows = _rows(grad)
     grad = grad if order is None else grad.permute(order)
     result_dtype = wide(grad.dtype)
-    dtype = torch.promote_types(result_dtype, weights.dtype)
+    dtype = promoted(result_dtype, weights.dtype)
     size = grad.shape[0]
-    rows = grad if grad.ndim == 2 else grad.reshape(size, math.prod(grad.shape[1:]))
     rows, row = cast(rows, dtype), cast(weights, dtype).unsqueeze(0)
     split = size // _SAMPLES * _SAMPLES
     single = dtype in (torch.float32, torch.complex64)
     if single and products.bits(rows.device) < 24:
         sums = (rows * row.mT).sum(0)
     elif size <= _SAMPLES:
-        sums = row @ rows
+        sums = torch.mm(row, rows)
     else:
         left = row[:, :split].reshape(-1, 1, _SAMPLES)
         parts = torch.bmm(left, rows[:split].unflatten(0, (-1, _SAMPLES)))
-        sums = parts.sum(0, dtype=torch.promote_types(dtype, torch.float64))
+        sums = parts.sum(0, dtype=promoted(dtype, torch.float64))
         if split < size:
             sums = sums + row[:, split:] @ rows[split:]
-    sums = cast(sums, result_dtype).reshape(grad.shape[1:])
+    sums = cast(sums, result_dtype).view(grad.shape[1:])
     if order is None:
         return sums
     return sums.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])

@@ -170,9 +170,10 @@ def among(args: tuple, kwargs: dict) -> list[Tensor]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, (tuple, list, dict)):  # `|` would make a type
-            leaves = tree_leaves(value)
-            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        elif isinstance(value, (tuple, list)):  # `|` would make a type
+            tensors += among(tuple(value), {})
+        elif isinstance(value, dict):
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return tensors
 
 

@@ -51,18 +51,21 @@ def _losses(
     size = len(x)
     with record.below():
         if axis:
-            x, y = x.flatten(0, 1), y.flatten(0, 1)
+            single = x.shape[1] == 1  # for which a view takes less
+            x, y = (t.squeeze(1) if single else t.flatten(0, 1) for t in (x, y))
         losses = op(x, y, weight, reduction="none", **options)
         if reduction == "none":
             return record.logical(losses.view(size, *shape))
         # To select the only position would write a whole gradient of zeros.
         sizes = (size,) if positions == 1 else (size, positions)
-        sums = losses.view(sizes) if positions == 1 else losses.view(sizes).sum(1)
+        sums = losses if losses.shape == sizes else losses.view(sizes)
+        sums = sums if positions == 1 else sums.sum(1)
         if reduction == "sum":
             return record.logical(sums)
         if not by_class:
             return record.logical(sums if positions == 1 else sums / positions)
-        counts = (y != ignore_index).view(sizes)
+        counts = y != ignore_index
+        counts = counts if counts.shape == sizes else counts.view(sizes)
         if weight is not None:
             counts = weight[y.view(sizes).where(counts, 0)] * counts
         counts = counts if positions == 1 else counts.sum(1)

@@ -33,8 +33,10 @@ from vgrad.torch_private import modes
 
 def positions(tensor: Tensor) -> Tensor:
     """View `[B, ..., I]` as `[B, 1, T, I]`."""
-    count = math.prod(tensor.shape[1:-1])
-    return tensor.reshape(tensor.shape[0], 1, count, tensor.shape[-1])
+    size, *sizes, width = tensor.shape
+    if len(sizes) < 2:  # a view of any layout, by one op
+        return tensor.view(size, 1, *sizes or (1,), width)
+    return tensor.reshape(size, 1, math.prod(sizes), width)
 
 
 def over_positions(tensor: Tensor) -> Tensor:
@@ -66,8 +68,7 @@ class _Output:
         """Return the factor of the bias, whose norms are known if it is the output."""
         if g.ndim == 1 or math.prod(g.shape[1:-1]) != 1:
             return Dense(over_positions(g))
-        output = self.at(g)
-        return Dense(output.tensor.flatten(1), output)
+        return Dense(g.view(g.shape[0], g.shape[-1]), self.at(g))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:

@@ -34,6 +34,8 @@ parameters) to confirm that its gradient is really zero.
 
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad
 from vgrad.persample.clipped import clipped_grad as clipped_grad
+from vgrad.persample.clipped_sum import ClippedValues as ClippedValues
+from vgrad.persample.clipped_sum import clipped_sum as clipped_sum
 from vgrad.persample.engine import Options
 from vgrad.persample.explain import EXPANDED
 from vgrad.persample.grad import per_sample_grad as per_sample_grad

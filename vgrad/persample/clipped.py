@@ -34,7 +34,7 @@ from vgrad.persample.engine import (
     members,
 )
 from vgrad.torch_private import modes
-from vgrad.tree import double, no_autocast
+from vgrad.tree import cast, double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
 
 _GAMMA = 0.01
@@ -70,21 +70,23 @@ class ClipRule:
             return math.hypot(*self.max_norm.values())
         return self.max_norm
 
-    def parts(self, params: Params) -> tuple[list[list[str]], list[float]]:
+    def parts(
+        self, function: str, params: Params
+    ) -> tuple[list[list[str]], list[float]]:
         """Return the names of parameters that are clipped together, and the bounds."""
         if isinstance(self.max_norm, Mapping):
             groups = {pattern: [pattern] for pattern in self.max_norm}
-            matched = members("clipped_grad", groups, params)
+            matched = members(function, groups, params)
             covered = {name for names in matched.values() for name in names}
             if missing := sorted(params.keys() - covered):
                 raise ValueError(
-                    f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
+                    f"{function}(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
             return [*matched.values()], [self.max_norm[pattern] for pattern in matched]
         if self.kind != "per_layer":
             return [list(params)], [self.max_norm]
-        layers = members("clipped_grad", "layer", params)
+        layers = members(function, "layer", params)
         bound = self.max_norm / math.sqrt(len(layers))
         return [*layers.values()], [bound] * len(layers)
 
@@ -381,35 +383,10 @@ def clipped_grad(
         >>> result.clipped, result.nonfinite, clipped.sensitivity.value
         (tensor(1), tensor(1), 1.0)
     """
-    checks.choice("clipped_grad", get_args(Clipping), clipping=clipping)
-    [normalize_by] = checks.positive("clipped_grad", normalize_by=normalize_by)
-    if isinstance(max_norm, Mapping):
-        if clipping != "per_layer" or not max_norm:
-            raise ValueError(
-                f"clipped_grad(max_norm={dict(max_norm)!r}, clipping={clipping!r}): "
-                f'expected a number, or with clipping="per_layer" a dictionary that is '
-                f"not empty."
-            )
-        bounds = {f"max_norm[{key!r}]": bound for key, bound in max_norm.items()}
-    else:
-        bounds = {"max_norm": max_norm}
-    for name, bound in bounds.items():
-        [bound] = checks.positive("clipped_grad", **{name: bound})
-        if clipping == "automatic" or not math.isinf(bound):
-            # A sum in float32 cannot keep others, for want of digits or range.
-            sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
-            checks.between("clipped_grad", LEAST, MOST, **sizes)
-    if isinstance(max_norm, Mapping):
-        max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
-    else:
-        max_norm = float(max_norm)
+    total = ClippedSum.of("clipped_grad", max_norm, clipping, normalize_by, rescale)
     call = Call.of(clipped_grad, loss, options, has_aux)
-    rule = ClipRule(clipping, max_norm)
-    if rescale:
-        checks.between("clipped_grad", LEAST, MOST, max_norm=rule.total)
-        normalize_by = normalize_by * rule.total
     checks.choice("clipped_grad", get_args(Passes), passes=passes)
-    return ClippedGradFn(call, ClippedSum(rule, float(normalize_by), passes))
+    return ClippedGradFn(call, replace(total, passes=passes))
 
 
 class ClippedGradFn(Transform[Result]):
@@ -436,17 +413,18 @@ class ClippedGradFn(Transform[Result]):
             ValueError: clipping is not `"flat"`, or the bound is another tensor.
         """
         quantity: Any = self.quantity
+        name = self.options.function
         if quantity.rule.kind != "flat":
             raise ValueError(
-                f"clipped_grad(clipping={quantity.rule.kind!r}).with_max_norm(...): "
+                f"{name}(clipping={quantity.rule.kind!r}).with_max_norm(...): "
                 f'expected clipping="flat", whose bound alone can be a tensor.'
             )
         kind = getattr(max_norm, "dtype", None), getattr(max_norm, "shape", None)
         if not isinstance(max_norm, Tensor) or kind != (torch.float64, ()):
             raise ValueError(
-                f"clipped_grad(loss).with_max_norm(max_norm="
-                f"{checks.shown(max_norm)}): expected a tensor without dimensions in "
-                f"float64. A number goes to clipped_grad(max_norm=...)."
+                f"{name}(...).with_max_norm(max_norm={checks.shown(max_norm)}): "
+                f"expected a tensor without dimensions in float64. A number goes to "
+                f"{name}(max_norm=...)."
             )
         return replace(self, options=replace(self.options, max_norm=max_norm))
 
@@ -459,11 +437,49 @@ class ClippedSum(Quantity):
     normalize_by: float
     passes: int = 1
 
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        max_norm: float | Mapping[str, float],
+        clipping: Clipping,
+        normalize_by: float,
+        rescale: bool,
+    ) -> "ClippedSum":
+        """Check the options of a sum."""
+        checks.choice(function, get_args(Clipping), clipping=clipping)
+        [normalize_by] = checks.positive(function, normalize_by=normalize_by)
+        if isinstance(max_norm, Mapping):
+            if clipping != "per_layer" or not max_norm:
+                raise ValueError(
+                    f"{function}(max_norm={dict(max_norm)!r}, clipping={clipping!r}): "
+                    f'expected a number, or with clipping="per_layer" a dictionary '
+                    f"that is not empty."
+                )
+            bounds = {f"max_norm[{key!r}]": bound for key, bound in max_norm.items()}
+        else:
+            bounds = {"max_norm": max_norm}
+        for name, bound in bounds.items():
+            [bound] = checks.positive(function, **{name: bound})
+            if clipping == "automatic" or not math.isinf(bound):
+                # A sum in float32 cannot keep others, for want of digits or range.
+                sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
+                checks.between(function, LEAST, MOST, **sizes)
+        if isinstance(max_norm, Mapping):
+            max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
+        else:
+            max_norm = float(max_norm)
+        rule = ClipRule(clipping, max_norm)
+        if rescale:
+            checks.between(function, LEAST, MOST, max_norm=rule.total)
+            normalize_by = normalize_by * rule.total
+        return cls(rule, float(normalize_by))
+
     def joins(self) -> dict[str, Join]:
         return {"grads": Summed(), "norms": Concatenated(), "counts": Counts(2)}
 
     def check(self, call: Call) -> None:
-        self.rule.parts(call.params)
+        self.rule.parts(call.function, call.params)
 
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
@@ -473,7 +489,7 @@ class ClippedSum(Quantity):
 
     def collector(self, call: Call) -> _ClipCollector:
         bounds: Sequence[Any]
-        parts, bounds = self.rule.parts(call.params)
+        parts, bounds = self.rule.parts(call.function, call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
         fields = self.rule, parts, bounds, call.dtype, call.mask
@@ -500,10 +516,12 @@ class ClippedSum(Quantity):
         values = parts.values
         sums, norms, counts = Sums(values["grads"]), values["norms"], values["counts"]
         sums.divide(self.normalize_by)
-        clipped, nonfinite = (torch.as_tensor(x, device=call.device) for x in counts)
+        if not norms:
+            counts = [torch.as_tensor(count, device=call.device) for count in counts]
+        clipped, nonfinite = counts
         return ClippedGrad(
             grads=sums.rounded(call.params),
-            norms=norms[""].to(call.dtype) if norms else losses.new_zeros(0),
+            norms=cast(norms[""], call.dtype) if norms else losses.new_zeros(0),
             losses=losses,
             clipped=clipped,
             nonfinite=nonfinite,

@@ -104,7 +104,7 @@ def explain(transform: Any) -> Any:
         # A memory of its own, so that the transform still warns; the report has the
         # reason.
         options = replace(transform.options, fallbacks=Fallbacks(silent=True))
-        inputs = Inputs(params, buffers, batch)
+        inputs = transform.prepared(Inputs(params, buffers, batch))
         call = options.on(inputs).replaced(history=transform.options.on(inputs).history)
         with kept_random_state(call.tensors):
             report = _explained(call)
@@ -309,6 +309,7 @@ def _as(form: str) -> Callable[[Factor, int], tuple[str, int]]:
 _FORMS = {
     "per_sample_norm": _for_norms,
     "clipped_grad": _for_norms,
+    "clipped_sum": _for_norms,
     "per_sample_grad": _for_gradients,
     "gradient_moments": _for_gradients,
     "weighted_grad": _as("weighted sum"),

@@ -25,7 +25,7 @@ from vgrad.persample.engine import (
     Summed,
     Transform,
 )
-from vgrad.tree import double, map_values, wide
+from vgrad.tree import double, map_values, promoted, wide
 from vgrad.typing import LossFn, Params
 
 _WIDENED = 2**18
@@ -405,7 +405,7 @@ def _squared(tensor: Tensor) -> Tensor:
 
 def _undefined(params: Params) -> Params:
     def undefined(value: Tensor) -> Tensor:
-        dtype = torch.promote_types(value.dtype, torch.float64)
+        dtype = promoted(value.dtype, torch.float64)
         return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)
 
     return map_values(undefined, params)

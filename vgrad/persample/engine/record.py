@@ -318,7 +318,7 @@ class Recorder:
                 batched |= modes.is_batched(value)
                 physical[name] = value = self.physical(value)
             follows |= value.requires_grad
-            operands[name] = value.detach()
+            operands[name] = value.detach() if value.requires_grad else value
         if not batched and (follows or not weights):
             return None
         if not weights and not op.fused:

@@ -93,8 +93,10 @@ def _recorded(
         recorder = Recorder(call, collector.callback)
         stack.callback(recorder.close)
         tensors = [
-            recorder.anchor(tensor)
-            if differentiable and tensor.requires_grad
+            tensor
+            if not tensor.requires_grad
+            else recorder.anchor(tensor)
+            if differentiable
             else tensor.detach()
             for tensor in inputs
         ]

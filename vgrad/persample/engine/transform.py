@@ -147,7 +147,13 @@ class Transform(Generic[Result]):
         keyless = self.keys is None and self.reduce is None
         if options.fallbacks.keyed and keyless:
             inputs = inputs.with_keys()
-        return (self.reduce or self.execute)(self, inputs)
+        if self.reduce is not None:  # which prepares where an error reaches all ranks
+            return self.reduce(self, inputs)
+        return self.execute(self, self.prepared(inputs))
+
+    def prepared(self, inputs: Inputs) -> Inputs:
+        """Return the inputs of the loss from the caller's."""
+        return inputs
 
     def run(self, inputs: Inputs, across: Across | None = None) -> Any:
         """Compute the quantity, with entries for samples that do not count, too."""

@@ -558,10 +558,14 @@ def _impure(call: Call, got: str) -> RuntimeError:
 
 
 def _moved(call: Call, part: float) -> Call:
-    """Return the call with parameters that differ by such a part of each number."""
+    """Return the call at a point that differs by such a part of each number."""
 
-    params = map_values(partial(_shifted, part=part), call.params)
-    return call.replaced(params=params)
+    def moved(tensor: Tensor) -> Tensor:
+        real = tensor.is_floating_point() or tensor.is_complex()
+        return _shifted(tensor, part) if real else tensor
+
+    params, buffers = (map_values(moved, x) for x in (call.params, call.buffers))
+    return call.replaced(params=params, buffers=buffers)
 
 
 def _shifted(value: Tensor, part: float) -> Tensor:
