@@ -78,6 +78,8 @@ def test_a_release_has_tensors_and_the_claim_alone(tmp_path):
     assert claim_of(folder) == {
         "epsilon": PLAN.epsilon(3),
         "delta": 1e-3,
+        "mu": PLAN.mu(3),
+        "mu_from_false_positive_rate": 1e-12,
         "neighbours": "add_or_remove_one",
         "mechanism": "Gaussian noise on clipped sums of Poisson batches",
         "steps": 3,
@@ -177,7 +179,9 @@ def test_the_claim_is_about_the_relation_and_the_mechanism_of_the_plan(
     [term] = claim["account"]
     assert term.keys() == {"sampling_rate", "noise_multiplier", "steps", *more}
     assert {name: term[name] for name in more} == more
-    assert "60" not in json.dumps(claim | {"epsilon": 0})  # the size of the data set
+    assert "60" not in json.dumps(
+        claim | {"epsilon": 0, "mu": 0}
+    )  # the size of the data set
 
 
 def test_the_claim_of_persons_says_so(tmp_path):

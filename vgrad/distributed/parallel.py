@@ -7,7 +7,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -236,7 +236,7 @@ class _AveragedOverRanks(StepReducer):
             facts.own["samples"] = batches.read(step.name, batch).size
             number, key = int(state.step), _digest([state.key])
             facts.same |= {"step": number, "key": key, "options": self._options}
-            facts.same |= {"plan": repr(plan), "state": None}
+            facts.same |= {"plan": plan and repr(asdict(plan)), "state": None}
             if probe or self._expected != (number, key):  # where the last step ended
                 facts.same["state"] = _digest(
                     x for x in tensors(state) if not isinstance(x, DTensor)

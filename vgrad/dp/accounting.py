@@ -50,11 +50,13 @@ class Steps(NamedTuple):
 # Below, epsilon is in the hundreds and exponentials of privacy losses overflow.
 _LEAST_NOISE = 0.05
 _MOST_NOISE = 2.0**40
-# Beyond, the grid of privacy losses would be too coarse for one step.
-_MOST_STEPS = 10**10
+MOST_STEPS = 10**10
+"""Beyond, the grid of privacy losses would be too coarse for one step."""
 _TOLERANCE = 1e-4
 # Epsilon was at most 0.1 % above a grid's 16 times as fine, in two seconds.
 _MOST_REFINED = 64
+# Twice as many lines lower mu by less than 0.1 %.
+_LINES = 150
 
 
 def epsilon(
@@ -94,21 +96,116 @@ def epsilon(
 
 def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> float:
     """Bound the epsilon of steps of several kinds on one data set, all checked."""
+    kinds = _kinds(account)
+    if not kinds:
+        return 0.0
+    if any(_is_silent(kind) for kind in kinds):
+        return math.inf
+    library = checks.package("dp_accounting", "dp")
+    with _quiet():
+        # With much noise the bound of Renyi divergences falls below zero.
+        return max(0.0, float(ACCOUNTANTS[accountant](library, kinds, delta)))
+
+
+def _kinds(account: Sequence[Steps]) -> list[Steps]:
+    """Add up the steps of each kind."""
     counts: dict[Steps, int] = {}
     for term in account:
         # More noise spends less, and its square would overflow.
         noise = min(term.noise_multiplier, _MOST_NOISE)
         kind = term._replace(noise_multiplier=noise, steps=1)
         counts[kind] = counts.get(kind, 0) + term.steps
-    kinds = [kind._replace(steps=steps) for kind, steps in counts.items() if steps]
-    if not kinds:
-        return 0.0
-    if any(kind.noise_multiplier < _LEAST_NOISE * _signal(kind) for kind in kinds):
-        return math.inf
-    library = checks.package("dp_accounting", "dp")
-    with _quiet():
-        # With much noise the bound of Renyi divergences falls below zero.
-        return max(0.0, float(ACCOUNTANTS[accountant](library, kinds, delta)))
+    return [kind._replace(steps=steps) for kind, steps in counts.items() if steps]
+
+
+def _is_silent(kind: Steps) -> bool:
+    """Return whether steps count as steps without noise."""
+    return kind.noise_multiplier < _LEAST_NOISE * _signal(kind)
+
+
+LEAST_RATE = 1e-12
+"""The least false positive rate of attacks that mu bounds. In the limit of a rate of
+zero sampling is no help: mu would be the one of steps on all samples."""
+
+
+class TradeOff(NamedTuple):
+    """Bounds of the power of all attacks, by their false positive rates.
+
+    Each (epsilon, delta), which holds in both directions of the relation, is two lines
+    above the power at a rate r, `delta + exp(epsilon) r` and, with errors exchanged,
+    `1 - exp(-epsilon) (1 - delta - r)`. Fewer lines make a bound that is less tight.
+    """
+
+    slopes: np.ndarray  # exp(epsilon), ascending from 1
+    deltas: np.ndarray
+    exact: float | None = None  # mu of a Gaussian mechanism, in place of the lines
+
+    @classmethod
+    def of(cls, account: Sequence[Steps]) -> "TradeOff":
+        """Return the bounds of steps of several kinds on one data set, all checked."""
+        library, kinds = checks.package("dp_accounting", "dp"), _kinds(account)
+        sampled = [x for x in kinds if x.sampling_rate < 1 or x.truncated is not None]
+        if not sampled and all(x.noise_multiplier for x in kinds):
+            # Gaussian mechanisms compose to one.
+            mus = (math.sqrt(x.steps) * _signal(x) / x.noise_multiplier for x in kinds)
+            return cls(np.ones(1), np.ones(1), math.hypot(*mus))
+        if any(map(_is_silent, kinds)):
+            return cls(np.ones(1), np.ones(1), math.inf)
+        with _quiet():
+            losses, rounding = _composed_losses(library, kinds), _rounding(kinds)
+            high, rest = 700.0, losses.get_delta_for_epsilon(700.0)
+            if rest >= 0.5:  # and no line bounds mu
+                return cls(np.ones(1), np.ones(1), math.inf)
+            if rest < 0.1:  # of losses that are larger, or infinite
+                high = min(high, losses.get_epsilon_for_delta(2 * rest + rounding))
+            high = max(high, 1e-9)
+            # Evenly for the middle of the curve, and more where most losses are small.
+            epsilons = np.geomspace(high / 1000, high, _LINES // 3)
+            epsilons = np.union1d(epsilons, np.linspace(0.0, high, _LINES))
+            deltas = [float(losses.get_delta_for_epsilon(float(e))) for e in epsilons]
+        return cls(np.exp(epsilons), np.minimum(np.array(deltas) + rounding, 1.0))
+
+    def power(self, rate: float) -> float:
+        """Bound the power at a false positive rate."""
+        if self.exact is not None:
+            special = checks.package("scipy.special", "dp")
+            return float(special.ndtr(special.ndtri(rate) + self.exact))
+        line = float((self.deltas + self.slopes * rate).min())
+        return min(line, 1 - self._missed(rate))
+
+    def _missed(self, rate: float) -> float:
+        """Bound the false negative rate from below, by lines of exchanged errors."""
+        return max(0.0, float(((1 - self.deltas - rate) / self.slopes).max()))
+
+    def mu(self) -> float:
+        """Return the least mu of a Gaussian mechanism whose power is above the bounds.
+
+        Rates are from `LEAST_RATE` to one half. Below the rate of equal errors the
+        first lines are the lower ones, and above it errors are exchanged. Two lines,
+        the lowest ones at two rates, bound the power between these. As the power of the
+        mechanism is concave, it is above them if it is at both rates and where the
+        lines cross.
+        """
+        if self.exact is not None:
+            return self.exact
+        special = checks.package("scipy.special", "dp")
+        equal = (1 - self.deltas[0]) / 2
+        low = min(LEAST_RATE, self._missed(0.5))
+        if low == 0:
+            return math.inf
+        high = equal if equal > LEAST_RATE else self._missed(LEAST_RATE)
+        rates = np.geomspace(low, high, 10 * _LINES)
+        lines = np.array([(self.deltas + self.slopes * r).argmin() for r in rates])
+        if equal > LEAST_RATE:
+            lines[-1] = 0  # but for rounding
+        first, then = lines[:-1], lines[1:]
+        first, then = first[first != then], then[first != then]
+        rise = self.deltas[then] - self.deltas[first]
+        rates = np.append(rates, rise / (self.slopes[first] - self.slopes[then]))
+        lines = np.append(lines, first)
+        power = np.minimum(self.deltas[lines] + self.slopes[lines] * rates, 1.0)
+        mu = (special.ndtri(power) - special.ndtri(rates)).max()
+        return max(0.0, float(mu)) * (1 + 1e-9)  # rounded up
 
 
 def noise_multiplier_for(
@@ -146,9 +243,17 @@ def noise_multiplier_for(
 
 
 def least_noise(
-    call: str, kind: Steps, epsilon: float, delta: float, accountant: Accountant
+    call: str,
+    kind: Steps,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    others: Sequence[Steps] = (),
 ) -> float:
-    """Find the smallest noise multiplier of steps of a kind; `call` is for errors."""
+    """Find the smallest noise multiplier of steps of a kind, beside other releases.
+
+    `call` is for errors.
+    """
     sampling_rate, _, steps, *_ = kind
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
@@ -157,11 +262,13 @@ def least_noise(
             f"sample is used at all. Such a delta allows releasing samples as they are."
         )
 
+    floor = _LEAST_NOISE * _signal(kind)  # with less, epsilon is infinite
+
     @functools.cache
     def excess(log_noise: float) -> float:
-        noise = math.exp(log_noise)
+        noise = max(math.exp(log_noise), floor)
         steps_of = kind._replace(noise_multiplier=noise)
-        spent = composed([steps_of], delta, accountant)
+        spent = composed([*others, steps_of], delta, accountant)
         if spent in (0.0, math.inf):
             return -1.0 if spent == 0.0 else 1.0  # only the sign counts
         # The logarithm of epsilon is nearly linear in the logarithm of the noise.
@@ -185,7 +292,9 @@ def least_noise(
             )
         low, high, step = high, high + step, 2 * step
     while excess(low) <= 0:
-        low, high, step = low - step, low, 2 * step
+        if low <= math.log(floor):
+            return floor
+        low, high, step = max(low - step, math.log(floor)), low, 2 * step
     # SciPy comes with dp-accounting, which `excess` has imported by now.
     from scipy.optimize import brentq
 
@@ -194,7 +303,34 @@ def least_noise(
     step = tolerance / 2
     while excess(root) > 0:
         root, step = min(root + step, high), 2 * step
-    return math.exp(root)
+    return max(math.exp(root), floor)
+
+
+def largest_count(excess: Callable[[int], float], high: int) -> int:
+    """Find the largest count up to `high` whose excess over a budget is at most 1.
+
+    Zero if there is none. The excess rises with the count. The result is at most a
+    factor of 1 - 1e-4 too small.
+    """
+    low, under, count = 0, 0.0, 1
+    while (over := excess(count)) <= 1:
+        if count == high:
+            return high
+        low, under = count, over
+        count = min(high, count * min(16, max(2, round(1 / max(over, 0.01)))))
+    high, by_law = count, False
+    while high - low > max(1, 1e-4 * low):
+        middle, by_law = math.isqrt(low * high), not by_law
+        if by_law and 0 < under and over < math.inf:
+            share = math.log(1 / under) / math.log(over / under)
+            middle = round(low * (high / low) ** share)
+        middle = min(max(middle, low + 1), high - 1)
+        value = excess(middle)
+        if value <= 1:
+            low, under = middle, value
+        else:
+            high, over = middle, value
+    return low
 
 
 def check(
@@ -255,26 +391,39 @@ def rdp_epsilon(event: Any, delta: float) -> float:
 
 
 def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
-    steps = sum(kind.steps for kind in kinds)
+    delta = delta - _rounding(kinds)
+    if delta <= 0:
+        return math.inf
+    losses = _composed_losses(library, kinds)
+    epsilon = losses.get_epsilon_for_delta(delta)
+    # It divides by exp(-epsilon), which is hardly a number between 709 and 745.
+    if epsilon == math.inf and losses.get_delta_for_epsilon(750.0) <= delta:
+        return 750.0
+    return epsilon
+
+
+def _rounding(kinds: Sequence[Steps]) -> float:
     # The library composes with an FFT and does not count its rounding errors, which
     # move delta by up to a quarter of this (measured against the closed form of the
     # Gaussian mechanism). Without it the epsilon of a small delta would be too low.
-    delta = delta - steps * 2.0**-52
-    if delta <= 0:
-        return math.inf
-    if steps > _MOST_STEPS:
+    return sum(kind.steps for kind in kinds) * 2.0**-52
+
+
+def _composed_losses(library: Any, kinds: Sequence[Steps]) -> Any:
+    """Return the distribution of the privacy loss of all steps."""
+    steps = sum(kind.steps for kind in kinds)
+    if steps > MOST_STEPS:
         raise ValueError(
             f'epsilon(steps={steps}, accountant="pld"): expected at most '
-            f"{_MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
-            f'for more. Use accountant="rdp".'
+            f"{MOST_STEPS:.0e} steps, since the grid of this accountant is too coarse "
+            f'for more. Use accountant="rdp", which has a bound of epsilon alone.'
         )
     # Distributions are composed on one grid. The finest one may have too many points
     # for the losses of other kinds.
     widths = [_width_of(kind) for kind in kinds]
     width = max(min(widths), max(widths) / _MOST_REFINED)
     losses = [_losses(library, kind, width) for kind in kinds]
-    total = functools.reduce(lambda one, other: one.compose(other), losses)
-    return total.get_epsilon_for_delta(delta)
+    return functools.reduce(lambda one, other: one.compose(other), losses)
 
 
 def _losses(library: Any, kind: Steps, width: float) -> Any:

@@ -170,6 +170,9 @@ class Noising:
                 f"{', '.join(_CACHED)}, whose noise is a sum of the last draws."
             )
 
+    def __str__(self) -> str:
+        return f"{self.scheme}({self.size})" if self.correlated else self.scheme
+
     @property
     def correlated(self) -> bool:
         """Whether the noise of a step depends on earlier noise."""

@@ -21,6 +21,7 @@ from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.audit import Audit
 from vgrad.dp.canaries import audit, noisy_gradients
 from vgrad.dp.discrete import DiscreteNoise
+from vgrad.dp.events import Event
 from vgrad.dp.group_clip import GroupClip, clip_of, scaled
 from vgrad.dp.mechanisms import Combination, Mechanism, Sampling
 from vgrad.dp.noise import Noise, Streams, checked, gaussian_noise
@@ -31,6 +32,7 @@ from vgrad.dp.units import Units
 from vgrad.optim.private import scales_of, unscaled
 from vgrad.persample import Options
 from vgrad.persample.clipped import LEAST, MOST
+from vgrad.report import table
 from vgrad.typing import Params, Scales, Tree
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
@@ -91,6 +93,7 @@ class Plan:
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
+        events: releases of others on the same data, see `after`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -120,6 +123,7 @@ class Plan:
     samples_per_unit: int | None = None
     discrete: Literal[False, "sum"] = False
     horizon: int | None = None
+    events: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -137,6 +141,16 @@ class Plan:
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
                 )
+        events = self.events if isinstance(self.events, Sequence) else (self.events,)
+        events = tuple(  # as dataclasses.asdict writes them
+            Event(**x) if isinstance(x, Mapping) and "words" in x else x for x in events
+        )
+        if not all(isinstance(x, Event) for x in events):
+            raise TypeError(
+                f"Plan(events={checks.shown(self.events)}): expected the events of "
+                f"another plan. Pass an event with words to plan.after."
+            )
+        values["events"] = events
         numbers = {"noise_multiplier": self.noise_multiplier}
         checks.non_negative("Plan", **numbers)
         if isinstance(self.max_norm, Mapping):
@@ -217,6 +231,11 @@ class Plan:
     def _check_before(self) -> None:
         """Refuse a plan before this one that is not accounted for together with it."""
         before, horizon = self.before, self.horizon
+        if self.accountant == "rdp" and any(x.truncated for x in self._beside):
+            raise ValueError(
+                "Plan(accountant='rdp', events=...): expected 'pld', which alone "
+                "bounds truncated batches of others."
+            )
         if horizon and not (self.noise.correlated and horizon >= self.steps):
             raise ValueError(
                 f"Plan(horizon={horizon}, steps={self.steps}): expected no horizon, or "
@@ -251,6 +270,8 @@ class Plan:
     def accountants(self) -> set[str]:
         """The accountants that have a bound of all steps, earlier ones included."""
         names = {*self.mechanism.account_for(self.neighbours).accountants}
+        if any(term.truncated for term in self._beside):
+            names &= {"pld"}
         return names if self.before is None else names & self.before.accountants
 
     @classmethod
@@ -265,6 +286,7 @@ class Plan:
         steps: int | None = None,
         batch_size: int | None = None,
         epochs: int | None = None,
+        noise_multiplier: float | None = None,
         accountant: accounting.Accountant = "pld",
         releases: int = 1,
         **fields: Any,
@@ -276,8 +298,12 @@ class Plan:
         `batch_size / dataset_size` (`.steps_per_epoch`). Other fields of the plan, such
         as `noise` and `max_batch_size`, are passed on; `releases` is as in `epsilon`.
 
+        With a `noise_multiplier`, pass a rate or a batch size alone for the plan with
+        the most steps, or `steps` alone for the one with the largest batches.
+
         Raises:
-            ValueError: as `noise_multiplier_for` and `Plan`.
+            ValueError: as `noise_multiplier_for` and `Plan`; or no number of steps and
+                no batch size keeps the budget, or all do.
 
         Example:
             >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
@@ -286,8 +312,19 @@ class Plan:
             (9.91, 3.0)
             >>> plan == Plan.for_epsilon(3.0, sampling_rate=0.5, steps=200, **data)
             True
+            >>> data |= {"noise_multiplier": 5.0}
+            >>> Plan.for_epsilon(3.0, batch_size=100, **data).steps
+            1247
         """
         function = "Plan.for_epsilon"
+        checks.positive(function, epsilon=epsilon)
+        [epsilon] = checks.finite(function, epsilon=epsilon)
+        numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
+        numbers |= {"delta": delta, "accountant": accountant, **fields}
+        if noise_multiplier is not None:
+            numbers |= {"noise_multiplier": noise_multiplier, "steps": steps}
+            sizes = sampling_rate, batch_size, epochs
+            return cls._largest(epsilon, releases, *sizes, **numbers)
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
         if batch_size is not None and epochs is not None and by_rate == (None, None):
             counts = {"dataset_size": dataset_size, "batch_size": batch_size}
@@ -307,11 +344,7 @@ class Plan:
                 f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
                 f"sampling_rate and steps or batch_size and epochs."
             )
-        checks.positive(function, epsilon=epsilon)
-        [epsilon] = checks.finite(function, epsilon=epsilon)
-        numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
-        numbers |= {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
-        numbers |= {"accountant": accountant, **fields}
+        numbers |= {"sampling_rate": sampling_rate, "steps": steps}
         automatic = fields.get("max_batch_size") == "auto"
         if automatic:
             numbers["max_batch_size"] = None
@@ -334,12 +367,73 @@ class Plan:
         call = f"Plan.for_epsilon({epsilon=}, delta={self.delta}, sampling_rate="
         call += f"{self.sampling_rate}, steps={self.steps}, accountant="
         call += f"{self.accountant!r})"
-        [kind] = self.account(self.steps)
-        kind = kind._replace(steps=kind.steps * releases)
-        rest = epsilon, self.delta, self.accountant
+        *others, kind = self._released(call, None, releases)
+        rest = epsilon, self.delta, self.accountant, others
         return accounting.least_noise(call, kind, *rest)
 
-    def after(self, other: "Plan", steps: int) -> "Plan":
+    @classmethod
+    def _largest(
+        cls,
+        epsilon: float,
+        releases: int,
+        sampling_rate: float | None,
+        batch_size: int | None,
+        epochs: int | None,
+        **numbers: Any,
+    ) -> "Plan":
+        """Return the plan of some noise with the most steps or the largest batches."""
+        steps, auto = numbers["steps"], numbers.get("max_batch_size") == "auto"
+        correlated = getattr(numbers.get("noise"), "correlated", False)
+        sizes = [x for x in (steps, sampling_rate, batch_size) if x is not None]
+        if len(sizes) != 1 or epochs is not None or auto or correlated:
+            raise ValueError(
+                f"Plan.for_epsilon(noise_multiplier={numbers['noise_multiplier']!r}, "
+                f"{steps=}, {sampling_rate=}, {batch_size=}, {epochs=}): expected one "
+                f"of steps, sampling_rate and batch_size, no epochs, independent noise "
+                f"and no max_batch_size='auto', to solve for steps or batches. Or "
+                f"leave out noise_multiplier."
+            )
+        before: Any = numbers.get("before")
+        earlier = before.steps if isinstance(before, Plan) else 0
+        if batch_size is not None:
+            counts = {"dataset_size": numbers["dataset_size"], "batch_size": batch_size}
+            size, batch = checks.integers("Plan.for_epsilon", minimum=1, **counts)
+            sampling_rate = batch / size
+        numbers["steps"] = 1 + earlier if steps is None else steps
+        numbers["sampling_rate"] = 1.0 if sampling_rate is None else sampling_rate
+        with warnings.catch_warnings():  # the plan itself warns of its delta
+            warnings.simplefilter("ignore")
+            plan = cls(**numbers)
+        *others, _ = plan._released("Plan.for_epsilon", None, releases)
+        mechanism, size = plan.mechanism, plan.dataset_size
+
+        def share(count: int) -> float:
+            term = mechanism.spent(count)
+            if steps is not None:
+                rated = replace(mechanism, sampling_rate=count / size)
+                term = rated.spent(plan.steps - earlier)
+            account = [*others, term._replace(steps=term.steps * releases)]
+            spent = accounting.composed(account, plan.delta, plan.accountant)
+            return spent / epsilon
+
+        limit = accounting.MOST_STEPS // (2 * releases) if steps is None else size
+        count = accounting.largest_count(share, limit)
+        if count == 0 or (steps is None and count == limit):
+            unit = "one step" if steps is None else "batches of one sample"
+            range_ = f"for {unit} at least" if count == 0 else f"below {limit} steps"
+            raise ValueError(
+                f"Plan.for_epsilon({epsilon=}, noise_multiplier="
+                f"{plan.noise_multiplier}, delta={plan.delta}): expected a budget "
+                f"{range_}, got another one. Change epsilon or noise_multiplier."
+            )
+        name, value = "sampling_rate", count / size
+        if steps is None:
+            name, value = "steps", earlier + count
+        return cls(**{**numbers, name: value})
+
+    def after(
+        self, other: Any, steps: int | None = None, *, words: str | None = None
+    ) -> "Plan":
         """Return this plan for a run that has taken `steps` steps under another one.
 
         Both are one account: `epsilon` includes everything spent under `other`, and
@@ -347,8 +441,15 @@ class Plan:
         later than this one and continues the state that `other` left, which no other
         plan does. Data sets may differ: the bound holds for each person in any of them.
 
+        Or `other` is an event of dp_accounting, with `words` that name it: releases of
+        the same data elsewhere, such as statistics or the choice of a learning rate.
+        They are in the account from the first step on, once whatever `releases` is, in
+        `summary` and in the claim of `training.release`. The event has to be about the
+        plan's relation, and its units, and of Gaussian releases, sampled or not.
+
         Raises:
-            ValueError: `other` has fewer steps, or this plan follows another already.
+            ValueError: `other` has fewer steps, or this plan follows another already;
+                or the event is of other releases.
 
         Example:
             >>> run = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
@@ -357,10 +458,24 @@ class Plan:
             >>> both = then.after(first, 50)
             >>> both.steps, round(both.epsilon(50), 2), round(both.epsilon(), 2)
             (70, 1.65, 1.9)
+            >>> import dp_accounting
+            >>> counts = dp_accounting.GaussianDpEvent(10.0)
+            >>> third = then.after(counts, words="a histogram of the labels")
+            >>> round(then.epsilon(), 2), round(third.epsilon(), 2)
+            (0.9, 0.98)
         """
         if not isinstance(other, Plan):
-            raise TypeError(
-                f"Plan.after(other): expected a Plan, got a {type(other).__name__}."
+            event = Event.of(other, words)
+            if steps is not None:
+                raise ValueError(
+                    f"Plan.after(event, {steps=}): expected no steps beside an event, "
+                    f"all of which is spent, got some. Leave them out."
+                )
+            return replace(self, events=(*self.events, event))
+        if words is not None or steps is None:
+            raise ValueError(
+                f"Plan.after(other, {steps=}, {words=}): expected the number of steps "
+                f"taken under the other plan, and no words beside it."
             )
         if self.before is not None:
             raise ValueError(
@@ -373,15 +488,22 @@ class Plan:
                 f"Plan.after(other, steps={steps}): expected at most the "
                 f"{other.steps} steps of the plan before, got {steps}."
             )
-        while steps and steps <= other.earlier_steps:  # none was taken under `other`
-            assert other.before is not None
-            other = other.before
+        events = self.events  # and the ones of plans under which no step was taken
+        while other.before is not None and 0 < steps <= other.earlier_steps:
+            events, other = (*other.events, *events), other.before
         if steps == 0:
-            return self
+            events = (*other.all_events, *events)
+            return self if events == self.events else replace(self, events=events)
         before = replace(other, steps=steps)
         if other.noise.correlated:
             before = replace(before, horizon=other.horizon or other.steps)
-        return replace(self, steps=steps + self.steps, before=before)
+        return replace(self, steps=steps + self.steps, before=before, events=events)
+
+    @property
+    def all_events(self) -> tuple[Event, ...]:
+        """The events of this plan, after the ones of the plans before it."""
+        earlier = () if self.before is None else self.before.all_events
+        return *earlier, *self.events
 
     @property
     def earlier_steps(self) -> int:
@@ -424,6 +546,7 @@ class Plan:
         plain |= {"sampling": "poisson", "neighbours": "add_or_remove_one"}
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
         kinds = {name: getattr(self, name) for name in names} | changed
+        kinds["events"] = tuple(event.steps for event in self.events)
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip):
             kinds["max_norm"] = self.max_norm.identity
@@ -554,10 +677,77 @@ class Plan:
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
-        account = self.account(self._counted("Plan.epsilon", steps))
-        [releases] = checks.integers("Plan.epsilon", minimum=1, releases=releases)
-        account = [term._replace(steps=term.steps * releases) for term in account]
+        account = self._released("Plan.epsilon", steps, releases)
         return accounting.composed(account, self.delta, self.accountant)
+
+    def mu(self, steps: int | None = None, *, releases: int = 1) -> float:
+        """Return the mu of Gaussian privacy that `steps` steps have; all by default.
+
+        No attack has more power than the one that tells a normal number of mean 0 from
+        one of mean mu: at a false positive rate r it is at most `Phi(Phi^-1(r) + mu)`,
+        for rates from 1e-12 to one half. Other than a pair of epsilon and delta, mu
+        compares mechanisms, and is all there is to say of Gaussian ones: without
+        sampling it is exact, at all rates. Otherwise it is above the least mu by about
+        0.1 %, by more after 10^5 steps, and infinite above an epsilon of some 700.
+
+        It comes from the distribution of the privacy loss, whatever the accountant is,
+        in up to some seconds. Arguments are as in `epsilon`.
+
+        Reference: arXiv 1905.02383, arXiv 2503.10945.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> plan = Plan(**data, **run)
+            >>> round(plan.mu(), 2), round(plan.mu(1), 2)
+            (0.47, 0.2)
+        """
+        account = self._released("Plan.mu", steps, releases)
+        return accounting.TradeOff.of(account).mu()
+
+    def true_positive_rates(
+        self, rates: Sequence[float], steps: int | None = None, *, releases: int = 1
+    ) -> list[float]:
+        """Bound the power of attacks from above, at false positive rates.
+
+        An attack guesses whether a sample was in the data set, by all that the steps
+        release. The bounds hold in both directions of the relation, and are tighter
+        than the one of `mu`, which is right at all rates at once.
+
+        Raises:
+            ValueError: a rate is not between 0 and 1.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> power = Plan(**data, **run).true_positive_rates([1e-3, 1e-2])
+            >>> [round(rate, 4) for rate in power]
+            [0.0037, 0.0268]
+        """
+        function = "Plan.true_positive_rates"
+        if not hasattr(rates, "__iter__"):
+            raise TypeError(f"{function}({rates=}): expected a list of rates.")
+        account = self._released(function, steps, releases)
+        named = {f"rates[{place}]": rate for place, rate in enumerate(rates)}
+        numbers = checks.between(function, 0, 1, **named)
+        bounds = accounting.TradeOff.of(account)
+        return [bounds.power(rate) for rate in numbers]
+
+    def _released(
+        self, function: str, steps: int | None, releases: int
+    ) -> list[accounting.Steps]:
+        """List the releases of others, and the first steps of all of the plan's own."""
+        account = self.account(self._counted(function, steps))
+        [releases] = checks.integers(function, minimum=1, releases=releases)
+        account = [term._replace(steps=term.steps * releases) for term in account]
+        return [*self._beside, *account]
+
+    @property
+    def _beside(self) -> list[accounting.Steps]:
+        """The releases of others, also beside the plans before."""
+        terms = [term for event in self.all_events for term in event.steps]
+        relation: Any = self.neighbours
+        return [term._replace(neighbours=relation) for term in terms]
 
     def _counted(self, function: str, steps: int | None) -> int:
         """Return a number of steps of the plan, all of them by default."""
@@ -571,11 +761,62 @@ class Plan:
         return steps
 
     def account(self, steps: int) -> list[accounting.Steps]:
-        """List the steps of each kind among the first `steps` steps."""
+        """List the steps of each kind among the first `steps` steps, without events."""
         earlier = min(steps, self.earlier_steps)
         account = [] if self.before is None else self.before.account(earlier)
         rest = steps - earlier
         return [*account, *([self.mechanism.spent(rest)] if rest else [])]
+
+    def __repr__(self) -> str:
+        """Show fields that are not the default, and no coefficients of noise."""
+        texts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = str(value) if field.name == "noise" else repr(value)
+                texts.append(f"{field.name}={text}")
+        return f"Plan({', '.join(texts)})"
+
+    def summary(self) -> str:
+        """Describe the plan, with epsilon and mu of all its steps, for a screen.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> print(Plan(**data, **run).summary())
+            epsilon   1.65 at delta 1e-05
+            mu        0.468 at false positive rates from 1e-12 on
+            power     at most 0.00365 at a false positive rate of 0.001
+            relation  add_or_remove_one
+            steps     50, 10 in an epoch
+            batches   Poisson batches, 100 of 1,000 samples on average
+            noise     2 times a max_norm of 1, independent
+        """
+        bounds = accounting.TradeOff.of(self._released("Plan.summary", None, 1))
+        power, rate = bounds.power(1e-3), accounting.LEAST_RATE
+        count, of = self.samples_per_unit, f"of {self.dataset_size:,}"
+        kind = "samples" if count is None else f"units of {count} samples at most"
+        batches = f"{self.expected_batch_size:,.6g} {of} {kind} on average"
+        if (largest := self.largest_batch) is not None:
+            batches += f", at most {largest:,}"
+        norm = f"{self.first_max_norm:.6g}" + " at first" * self._adapts
+        noise = "discrete" if self.discrete else str(self.noise)
+        noise = f"{self.noise_multiplier:.6g} times a max_norm of {norm}, {noise}"
+        rows = [
+            ("epsilon", f"{self.epsilon():.3g} at delta {self.delta:.3g}"),
+            ("mu", f"{bounds.mu():.3g} at false positive rates from {rate:g} on"),
+            ("power", f"at most {power:.3g} at a false positive rate of 0.001"),
+            ("relation", str(self.neighbours)),
+            ("steps", f"{self.steps:,}, {self.steps_per_epoch:,} in an epoch"),
+            ("batches", f"{self.mechanism.batches}, {batches}"),
+            ("noise", noise),
+        ]
+        if (earlier := self.earlier_steps) > 0:
+            rows.append(("before", f"{earlier:,} of the steps, {self.before}"))
+        for event in self.all_events:
+            texts = (str(term.event()) for term in event.steps)
+            rows.append(("others", f"{event.words}: {', '.join(texts)}"))
+        return table(rows)
 
     def dp_event(self, steps: int | None = None) -> Any:
         """Return the first steps as an event of dp_accounting, all of them by default.
@@ -592,7 +833,7 @@ class Plan:
             >>> Plan(**data, **run).dp_event().count
             50
         """
-        account = self.account(self._counted("Plan.dp_event", steps))
+        account = self._released("Plan.dp_event", steps, 1)
         events = [term.event() for term in account]
         library = checks.package("dp_accounting", "dp")
         if len(events) == 1:

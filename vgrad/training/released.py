@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from vgrad import files
 from vgrad.dp import Plan, PrivateGradients
-from vgrad.dp.accounting import Steps
+from vgrad.dp.accounting import LEAST_RATE, Steps
 from vgrad.dp.plan import check_spent
 from vgrad.torch_private import shards
 from vgrad.training.state import TrainState
@@ -25,12 +26,12 @@ def release(
 
     `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
     any other reader of the format, and the claim in its metadata. `privacy.json` is the
-    claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
-    sampling rate and noise multiplier, earlier plans included (correlated noise is one
-    step of all batches, or of each round of groups). There is no key,
-    no loss, norm or count of clipped samples, no optimizer state and no order of data;
-    nor the size of the data set, in which neighbours differ. `save` writes the secret
-    key: never publish its files.
+    claim for people: epsilon, delta, mu, neighbours, mechanism, and how many steps of
+    which sampling rate and noise multiplier, earlier plans and the releases of others
+    included (correlated noise is one step of all batches, or of each round of groups).
+    There is no key, no loss, norm or count of clipped samples, no optimizer state and
+    no order of data; nor the size of the data set, in which neighbours differ. `save`
+    writes the secret key: never publish its files.
 
     The folder is new or empty, and is there with both files or not at all. The same
     state gives the same bytes. `PrivateGradients` has its plan; a `TrainState` needs
@@ -123,21 +124,31 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
     unit, count = {}, plan.samples_per_unit
     if count is not None:
         unit["unit"] = f"a person or group, at most {count} samples of it in a step"
-    account = []  # without the size of the data set
-    for term in plan.account(steps):
-        numbers = {name: getattr(term, name) for name in Steps._fields[:3]}
-        cut = {} if term.truncated is None else {"largest_batch": term.truncated[0]}
-        account += [numbers | cut] if term.steps else []
+    mu, names = plan.mu(steps), ("mu", "mu_from_false_positive_rate")
+    gaussian = zip(names, (mu, LEAST_RATE), strict=True) if mu < math.inf else ()
+    events = [{"words": x.words, "account": _rows(x.steps)} for x in plan.all_events]
     return {
         "epsilon": epsilon,
         "delta": plan.delta,
+        **dict(gaussian),
         "neighbours": plan.neighbours,
         **unit,
         "mechanism": ", then ".join(dict.fromkeys(_mechanisms(plan, steps))),
         "steps": steps,
-        "account": account,
+        "account": _rows(plan.account(steps)),
+        **({"events": events} if events else {}),
         "accountant": plan.accountant,
     }
+
+
+def _rows(account: Sequence[Steps]) -> list[dict[str, Any]]:
+    """List terms of an account without the size of the data set."""
+    rows = []
+    for term in account:
+        numbers = {name: getattr(term, name) for name in Steps._fields[:3]}
+        cut = {} if term.truncated is None else {"largest_batch": term.truncated[0]}
+        rows += [numbers | cut] if term.steps else []
+    return rows
 
 
 def _mechanisms(plan: Plan, steps: int) -> list[str]:
@@ -150,5 +161,5 @@ def _mechanisms(plan: Plan, steps: int) -> list[str]:
     kind = "Gaussian" if plan.discrete is False else "Discrete Gaussian"
     noise = f"{kind} noise"
     if plan.noise.correlated:
-        noise += f" correlated by {plan.noise.scheme}({plan.noise.size})"
+        noise += f" correlated by {plan.noise}"
     return [*earlier, f"{noise} on clipped sums of {plan.mechanism.batches}"]
