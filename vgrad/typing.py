@@ -1,6 +1,9 @@
 """The types that every module of vgrad shares."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from inspect import Parameter
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
@@ -100,3 +103,24 @@ class Same(Protocol[Arguments, Found]):
         ...
 
     def __getattr__(self, name: str) -> Any: ...
+
+
+def shows(options: type, defaults: Any) -> Callable[[T], T]:
+    """Return a decorator: `help` lists the options that `**options` stands for.
+
+    They are the keys of a TypedDict; `defaults` is a dataclass with their defaults.
+    """
+    values = {field.name: field.default for field in fields(defaults)}
+    listed = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=values[name], annotation=kind)
+        for name, kind in options.__annotations__.items()
+    ]
+
+    def shown(function: T) -> T:
+        described: Any = function
+        signature = inspect.signature(described)
+        *own, _ = signature.parameters.values()
+        described.__signature__ = signature.replace(parameters=[*own, *listed])
+        return function
+
+    return shown

@@ -33,6 +33,7 @@ from vgrad.persample.engine import (
     check_groups,
     constants,
     members,
+    shows_options,
 )
 from vgrad.persample.moments import InnerProducts
 from vgrad.tree import double, wide
@@ -60,6 +61,7 @@ class Top(NamedTuple):
     indices: Tensor
 
 
+@shows_options
 @constants
 def influence(
     loss: LossFn,
@@ -193,6 +195,7 @@ def _dot(features: Params, others: Params) -> Params:
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
+@shows_options
 @constants
 def self_influence(
     loss: LossFn,
@@ -241,6 +244,7 @@ def self_influence(
     return torch.cat(parts).to(norm_dtype(params))
 
 
+@shows_options
 @constants
 def trak(
     fmodel: FunctionalModel,

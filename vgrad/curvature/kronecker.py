@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Join, Joined, constants
+from vgrad.persample.engine import Call, Join, Joined, constants, shows_options
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -155,6 +155,7 @@ class Kronecker:
         return damping
 
 
+@shows_options
 @constants
 def kfac(
     curvature: Curvature,
@@ -239,6 +240,7 @@ def _pairs(params: Params) -> Pairs:
     return pairs
 
 
+@shows_options
 @constants
 def ekfac(
     curvature: Curvature,
@@ -279,6 +281,7 @@ class Full(Kronecker):
     """
 
 
+@shows_options
 @constants
 def full(
     curvature: Curvature,

@@ -38,7 +38,13 @@ from vgrad.curvature.products import diagonal
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
 from vgrad.persample import Options
-from vgrad.persample.engine import Groups, check_groups, constants, members
+from vgrad.persample.engine import (
+    Groups,
+    check_groups,
+    constants,
+    members,
+    shows_options,
+)
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import InnerProducts
 from vgrad.tree import double, map_values, wide
@@ -269,6 +275,7 @@ class Laplace:
         return self._scale * block.values.flatten(), square
 
 
+@shows_options
 def laplace(
     fmodel: FunctionalModel,
     likelihood: Likelihood,

@@ -31,7 +31,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import drew
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Joined, Quantity, Transform
+from vgrad.persample.engine import Call, Joined, Quantity, Transform, shows_options
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, no_autocast, tensors, wide
@@ -378,6 +378,7 @@ def empirical_fisher(
     return replace(loss.curvature(function, columns), targets="all")
 
 
+@shows_options
 def per_sample_jacobian(
     fmodel: FunctionalModel, **options: Unpack[Options]
 ) -> Callable[..., Params]:

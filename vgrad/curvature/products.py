@@ -26,7 +26,7 @@ from vgrad.curvature.outputs import (
 from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss, returned
 from vgrad.persample import Options
-from vgrad.persample.engine import constants
+from vgrad.persample.engine import constants, shows_options
 from vgrad.persample.grad import Norms
 from vgrad.persample.moments import Squares
 from vgrad.torch_private import autograd
@@ -143,6 +143,7 @@ def hessian_vector_product(
     return partial(constants(product), params, buffers, batches)
 
 
+@shows_options
 @constants
 def diagonal(
     curvature: Curvature,
@@ -168,6 +169,7 @@ def diagonal(
     return sums.rounded(params)
 
 
+@shows_options
 @constants
 def trace(
     curvature: Curvature,

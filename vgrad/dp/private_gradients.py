@@ -359,6 +359,10 @@ class PrivateGradients:
         self._max_norm: Tree = ()  # of the next step, where it adapts
         self._route = 0  # of all steps, once it is known
 
+    def __repr__(self) -> str:
+        kind, plan = type(self.model).__name__, self.plan
+        return f"<PrivateGradients({kind}), step {self.step} of {plan.steps}, {plan!r}>"
+
     @property
     def model(self) -> nn.Module:
         """The module that is trained."""

@@ -473,6 +473,11 @@ class EnsembleFn:
     execute: Any = run_eager  # runs methods in this process, or captures of them
     keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
 
+    def __repr__(self) -> str:
+        run = getattr(self, "loss", None) or getattr(self, "fmodel", None)
+        captured = "" if self.execute is run_eager else ", captured"
+        return f"<{self.options.function}({run!r}){captured}>"
+
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""
         return replace(self, keys=keys)

@@ -35,7 +35,12 @@ from vgrad.ensemble.execution import (
     run_member,
     stack_results,
 )
-from vgrad.ensemble.layout import EnsembleOptions, InDims, MemberCall
+from vgrad.ensemble.layout import (
+    EnsembleOptions,
+    InDims,
+    MemberCall,
+    shows_member_options,
+)
 from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
     RNG_LOCK,
@@ -47,7 +52,12 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
-from vgrad.persample.engine.call import Options, check_options, usable
+from vgrad.persample.engine.call import (
+    Options,
+    check_options,
+    shows_options,
+    usable,
+)
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
@@ -79,7 +89,7 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class EnsembleGradFn(EnsembleFn, Generic[Result]):
     """The function that `ensemble_grad` returns, with its `loss` and `has_aux`."""
 
@@ -267,6 +277,7 @@ def ensemble_grad(
     has_aux: Literal[True],
     **options: Unpack[EnsembleOptions],
 ) -> EnsembleGradFn[tuple[EnsembleGrads, Tree]]: ...
+@shows_member_options
 def ensemble_grad(
     loss: BatchLossFn | LossFn,
     *,
@@ -324,7 +335,7 @@ def ensemble_grad(
 # engine: the samples of one fill the device, and its gradients need not be stored.
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
     """The function that `ensemble_per_sample_grad` returns."""
 
@@ -437,6 +448,7 @@ def ensemble_per_sample_grad(
 def ensemble_per_sample_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_Options]
 ) -> EnsemblePerSampleFn[tuple[Params, Tree]]: ...
+@shows_options
 def ensemble_per_sample_grad(
     loss: LossFn,
     *,
@@ -485,6 +497,7 @@ def ensemble_clipped_grad(
 def ensemble_clipped_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[_ClippingOptions]
 ) -> EnsembleClippedGradFn[tuple[ClippedGrad, Tree]]: ...
+@shows_options
 def ensemble_clipped_grad(
     loss: LossFn,
     *,

@@ -20,7 +20,7 @@ from vgrad.persample.engine.call import AnyCall
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import versions_of
 from vgrad.tree import map_tensors, tensors, tree_map
-from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree, shows
 
 InDims = int | None | Sequence[int | None]
 
@@ -289,6 +289,10 @@ class MemberCall(AnyCall):
                     f"each member its own."
                 )
         return _joint(join, values), joined
+
+
+shows_member_options = shows(EnsembleOptions, MemberCall)
+"""The decorator of a function that takes the options of all ensembles."""
 
 
 def _joint(join: Callable[..., Tensor], trees: Sequence[Any]) -> Tree:

@@ -26,7 +26,7 @@ from vgrad.checks import Patterns
 from vgrad.contents import portable
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import EnsembleExplanation, EnsembleFn
-from vgrad.ensemble.layout import EnsembleOptions, MemberCall
+from vgrad.ensemble.layout import EnsembleOptions, MemberCall, shows_member_options
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class EnsembleForward(EnsembleFn):
     """The function that `ensemble_forward` returns, with its `fmodel`."""
 
@@ -125,6 +125,7 @@ def _chunks(call: MemberCall, chunk_size: int) -> list[MemberCall]:
     return [chunk(start) for start in range(0, max(*sizes, 1), chunk_size)]
 
 
+@shows_member_options
 def ensemble_forward(
     fmodel: FunctionalModel,
     *,

@@ -78,6 +78,9 @@ class SampleLoss(LossFn):
         self._criterion = criterion
         self._augmentations = augmentations
 
+    def __repr__(self) -> str:
+        return f"sample_loss({self._fmodel!r}, {_shown(self._criterion)})"
+
     @property
     def parts(self) -> tuple[FunctionalModel, Criterion, int | None]:
         """The model, the criterion and the number of augmentations."""
@@ -124,6 +127,10 @@ class SampleLoss(LossFn):
         _check_weights(self._criterion, target)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("sample_loss", output, target, self._criterion)
+
+
+def _shown(criterion: Criterion) -> str:
+    return getattr(criterion, "__name__", None) or repr(criterion)
 
 
 def _copies(count: int, leaf: Tensor) -> Tensor:
@@ -196,6 +203,9 @@ class BatchLoss(BatchLossFn):
         args, kwargs, target = read("batch_loss", batch, self._criterion)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("batch_loss", output, target, self._criterion)
+
+    def __repr__(self) -> str:
+        return f"batch_loss({self._fmodel!r}, {_shown(self._criterion)})"
 
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree

@@ -32,6 +32,7 @@ from vgrad.persample.engine import (
     Transform,
     masked,
     members,
+    shows_options,
 )
 from vgrad.torch_private import modes
 from vgrad.tree import cast, double, no_autocast
@@ -313,6 +314,7 @@ def clipped_grad(
 def clipped_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[ClippingOptions]
 ) -> "ClippedGradFn[tuple[ClippedGrad, Tree]]": ...
+@shows_options
 def clipped_grad(
     loss: LossFn,
     *,
@@ -474,6 +476,12 @@ class ClippedSum(Quantity):
             checks.between(function, LEAST, MOST, max_norm=rule.total)
             normalize_by = normalize_by * rule.total
         return cls(rule, float(normalize_by))
+
+    def options(self) -> dict[str, Any]:
+        kind, number = self.rule.kind, self.normalize_by
+        shown: dict[str, Any] = {"max_norm": self.rule.max_norm}
+        shown |= {"clipping": kind} if kind != "flat" else {}
+        return shown | ({"normalize_by": number} if number != 1 else {})
 
     def joins(self) -> dict[str, Join]:
         return {"grads": Summed(), "norms": Concatenated(), "counts": Counts(2)}

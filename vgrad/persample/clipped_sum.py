@@ -15,7 +15,14 @@ from vgrad import batches, checks
 from vgrad.generators import kept_random_state
 from vgrad.loss.mode import SINGLE
 from vgrad.persample.clipped import ClippedGradFn, ClippedSum
-from vgrad.persample.engine import Call, Fallbacks, Inputs, Options, constant
+from vgrad.persample.engine import (
+    Call,
+    Fallbacks,
+    Inputs,
+    Options,
+    constant,
+    shows_options,
+)
 from vgrad.torch_private import modes
 from vgrad.tree import (
     TreeSpec,
@@ -45,6 +52,7 @@ class ClippedValues(NamedTuple):
     nonfinite: Tensor
 
 
+@shows_options
 def clipped_sum(
     f: LossFn,
     *,
@@ -158,7 +166,7 @@ class _InnerProduct:
         return values, spec
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClippedSumFn(ClippedGradFn[ClippedValues]):
     """The function of `clipped_sum`, with its sensitivity."""
 

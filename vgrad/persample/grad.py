@@ -29,6 +29,7 @@ from vgrad.persample.engine import (
     check_groups,
     masked,
     members,
+    shows_options,
 )
 from vgrad.tree import wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
@@ -42,6 +43,7 @@ def per_sample_grad(
 def per_sample_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> Transform[tuple[Params, Tree]]: ...
+@shows_options
 def per_sample_grad(
     loss: LossFn, *, has_aux: bool = False, **options: Unpack[Options]
 ) -> Transform[Any]:
@@ -125,6 +127,7 @@ def per_sample_norm(
     has_aux: Literal[True],
     **options: Unpack[Options],
 ) -> Transform[tuple[dict[str, Tensor], Tree]]: ...
+@shows_options
 def per_sample_norm(
     loss: LossFn,
     *,
@@ -239,6 +242,7 @@ def weighted_grad(
 def weighted_grad(
     loss: LossFn, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> WeightedGradFn[tuple[Params, Tree]]: ...
+@shows_options
 def weighted_grad(
     loss: LossFn, *, has_aux: bool = False, **options: Unpack[Options]
 ) -> WeightedGradFn[Any]:

@@ -29,6 +29,7 @@ from vgrad.persample.engine import (
     Transform,
     check_groups,
     members,
+    shows_options,
     verify,
 )
 from vgrad.tree import double, no_autocast
@@ -101,6 +102,7 @@ def per_sample_gram(
 def per_sample_gram(
     loss: LossFn, *, groups: Grouping, **options: Unpack[Options]
 ) -> GramFn[dict[str, Tensor]]: ...
+@shows_options
 def per_sample_gram(
     loss: LossFn, *, groups: Groups = None, **options: Unpack[Options]
 ) -> GramFn[Any]:

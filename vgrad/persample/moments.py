@@ -24,6 +24,7 @@ from vgrad.persample.engine import (
     Reduce,
     Summed,
     Transform,
+    shows_options,
 )
 from vgrad.tree import double, map_values, promoted, wide
 from vgrad.typing import LossFn, Params
@@ -102,6 +103,7 @@ class NoiseScale(NamedTuple):
         return self.trace / self.squared_norm
 
 
+@shows_options
 def gradient_moments(
     loss: LossFn, **options: Unpack[Options]
 ) -> Transform[GradientMoments]:

@@ -22,6 +22,7 @@ from vgrad.persample.engine import (
     Options,
     Quantity,
     Transform,
+    shows_options,
 )
 from vgrad.tree import double, wide
 from vgrad.typing import LossFn, Params, Tree
@@ -83,6 +84,7 @@ def per_sample_projection(
 def per_sample_projection(
     loss: LossFn, dim: Sides, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> Transform[tuple[Params, Tree]]: ...
+@shows_options
 def per_sample_projection(
     loss: LossFn,
     dim: int | tuple[int, int] | Sides,

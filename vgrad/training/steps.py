@@ -31,7 +31,11 @@ from vgrad.dp.private_gradients import (
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
-from vgrad.ensemble.layout import EnsembleOptions, shared_names
+from vgrad.ensemble.layout import (
+    EnsembleOptions,
+    shared_names,
+    shows_member_options,
+)
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag, from_bytes
@@ -149,6 +153,11 @@ class TrainingStep(Generic[State]):
     has_aux: bool
     execute: Any = run_eager  # runs functions of tensors, or captures of them
     reduce: StepReducer = ONE_PROCESS
+
+    def __repr__(self) -> str:
+        plan = getattr(self.source, "plan", None)
+        captured = "" if self.execute is run_eager else ", captured"
+        return f"<{self.name}(loss, tx{f', {plan!r}' if plan else ''}){captured}>"
 
     def reports(self) -> tuple[Any, ...]:
         """Return a report of every capture; none in eager mode."""
@@ -645,6 +654,7 @@ def private_step(
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
+@shows_member_options
 def ensemble_train_step(
     loss: BatchLossFn | LossFn,
     tx: GradientTransformation,

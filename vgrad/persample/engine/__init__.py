@@ -6,6 +6,7 @@ from vgrad.persample.engine.call import Inputs as Inputs
 from vgrad.persample.engine.call import Options as Options
 from vgrad.persample.engine.call import Reducer as Reducer
 from vgrad.persample.engine.call import check_options as check_options
+from vgrad.persample.engine.call import shows_options as shows_options
 from vgrad.persample.engine.chunk_size import at_a_time as at_a_time
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping

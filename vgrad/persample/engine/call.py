@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Self, TypedDict, get_args
@@ -36,6 +36,7 @@ from vgrad.typing import (
     Scales,
     Strategy,
     Tree,
+    shows,
 )
 
 
@@ -95,6 +96,7 @@ def check_options(function: Callable, options: Any, shared: type = Options) -> N
             name
             for name, parameter in inspect.signature(function).parameters.items()
             if parameter.kind is parameter.KEYWORD_ONLY
+            and name not in shared.__annotations__
         ]
         raise TypeError(
             f"{function.__name__}({unknown[0]}=...): expected options among "
@@ -371,6 +373,14 @@ class Call(AnyCall):
             return eager or History()
         return histories.setdefault((torch.is_grad_enabled(), *rest), History())
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the default ones."""
+        names = *Options.__annotations__, "has_aux"
+        defaults = {field.name: field.default for field in fields(self)}
+        now = {name: getattr(self, name) for name in names}
+        return {name: x for name, x in now.items() if x != defaults[name]}
+
     def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
         size = self.batch.size
@@ -520,6 +530,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     with modes.exit_all(), modes.without_modes(), torch.no_grad():
         return checks.same_values(modes.unwrap_all(a), modes.unwrap_all(b))
 
+
+shows_options = shows(Options, Call)
+"""The decorator of a function that takes the options of all transforms."""
 
 _KIND = attrgetter("dtype", "ndim")
 """The kind of a tensor; lengths share one."""

@@ -33,6 +33,10 @@ class Quantity:
         """Return how values of chunks are joined, by name."""
         return {"values": Concatenated()}
 
+    def options(self) -> dict[str, Any]:
+        """Return the options of the quantity, by name, that are to be shown."""
+        return {}
+
     def check(self, call: Call) -> None:
         """Refuse options that do not fit the parameters, before the loss runs."""
 
@@ -89,6 +93,12 @@ class Transform(Generic[Result]):
     execute: Callable[..., Any] = eager  # in this process: op by op or as graphs
     reduce: Callable[..., Any] | None = None  # over processes, by `execute` in each
     keys: Tensor | None = None  # of the samples, for their random numbers
+
+    def __repr__(self) -> str:
+        options = self.quantity.options() | self.options.changed
+        text = "".join(f", {name}={value!r}" for name, value in options.items())
+        captured = "" if self.execute is eager else ", captured"
+        return f"<{self.options.function}({self.options.loss!r}{text}){captured}>"
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function of one batch, with keys of its samples."""
