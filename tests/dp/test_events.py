@@ -137,8 +137,8 @@ NO_GAUSSIAN = "or a DpEvent of Gaussian releases"
 @pytest.mark.parametrize(
     ("event", "words", "message"),
     [
-        (5, COUNTS, f"{NO_GAUSSIAN}.* got 5"),
-        (None, COUNTS, f"{NO_GAUSSIAN}.* got None"),
+        (5, COUNTS, f"{NO_GAUSSIAN}.* got a int"),
+        (None, COUNTS, f"{NO_GAUSSIAN}.* got a NoneType"),
         (GAUSSIAN(1.0), None, "words=None.* expected words that name the releases"),
         (GAUSSIAN(1.0), " ", "expected words that name the releases"),
         (GAUSSIAN(-1.0), COUNTS, "noise_multiplier=-1.0"),
@@ -151,7 +151,7 @@ NO_GAUSSIAN = "or a DpEvent of Gaussian releases"
         (sampled(0.5, 1.0, -1), COUNTS, "count=-1"),
         (dp_accounting.UnsupportedDpEvent(), COUNTS, NO_GAUSSIAN),
         (dp_accounting.NonPrivateDpEvent(), COUNTS, NO_GAUSSIAN),
-        (dp_accounting.LaplaceDpEvent(5.0), COUNTS, f"{NO_GAUSSIAN}.* got Laplace"),
+        (dp_accounting.LaplaceDpEvent(5.0), COUNTS, f"{NO_GAUSSIAN}.* got a Laplace"),
         (dp_accounting.PoissonSampledDpEvent(0.5, LAPLACE), COUNTS, NO_GAUSSIAN),
     ],
     ids=str,

@@ -61,8 +61,8 @@ def _steps(event: Any, count: int) -> Iterator[Steps]:
             checks.integers(_FUNCTION, minimum=1, **sizes)
     if truncated is None and type(gaussian).__name__ != "GaussianDpEvent":
         raise TypeError(
-            f"{_FUNCTION}: expected a Plan, or a DpEvent of Gaussian releases, Poisson "
-            f"sampled or truncated or not, got {checks.shown(event)}."
+            f"Plan.after(other): expected a Plan, or a DpEvent of Gaussian releases, "
+            f"also sampled or truncated, got a {type(event).__name__}."
         )
     noise = {"noise_multiplier": gaussian.noise_multiplier}
     [noise] = checks.non_negative(_FUNCTION, **noise)
