@@ -124,11 +124,98 @@ def test_a_run_goes_on_in_memory(tmp_path):
 def test_a_checkpoint_without_the_private_state_is_refused(tmp_path):
     run = trainer(tmp_path, stop=3, save_strategy="steps", save_steps=100)
     run.train()
-    (tmp_path / "checkpoint-3" / STATE).unlink()
-    with pytest.raises(ValueError, match="whose steps epsilon would leave out"):
-        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name in (STATE, "optimizer.pt"):
+        path = tmp_path / "checkpoint-3" / name
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(ValueError, match=f"without {name}. Epsilon would leave"):
+            trainer(tmp_path).train(resume_from_checkpoint=str(path.parent))
+        path.write_bytes(content)
     with pytest.raises(ValueError, match="No valid checkpoint"):
         trainer(tmp_path / "none").train(resume_from_checkpoint=True)
+
+
+def masked(rows):
+    """Replace words by chance, as collators of masked language models do."""
+    ids = torch.stack([row["input_ids"] for row in rows])
+    labels = torch.stack([row["labels"] for row in rows])
+    return {
+        "input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.3, 0),
+        "labels": labels,
+    }
+
+
+def test_a_resumed_run_repeats_what_a_collator_draws(tmp_path):
+    options = {"data_collator": masked}
+    whole = trainer(tmp_path / "whole", options=options)
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    first = trainer(tmp_path / "parts", 3, options | {"model": model()}, **saving)
+    first.train()
+    second = trainer(tmp_path / "parts", options=options | {"model": model()})
+    second.train(resume_from_checkpoint=True)
+    assert_same(parameters(second.model), parameters(whole.model))
+    with pytest.raises(ValueError, match="samples that do not depend on chance"):
+        trainer(tmp_path, options=options, dataloader_num_workers=2)
+
+
+def test_a_state_is_of_the_weights_beside_it(tmp_path, monkeypatch):
+    """Also where a save over an older checkpoint is killed before its end."""
+    run = trainer(tmp_path, stop=4, save_strategy="steps", save_steps=4)
+    run.train()
+    monkeypatch.setattr(run, "_save_rng_state", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    with pytest.raises(ValueError, match=f"without {STATE}"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_that_fails_takes_back_no_step(tmp_path):
+    run = trainer(tmp_path, save_strategy="steps", save_steps=5)
+    run.train()
+    (tmp_path / "checkpoint-5" / "model.safetensors").unlink()
+    with pytest.raises(Exception, match="checkpoint"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert run.private.step == STEPS
+    with pytest.raises(RuntimeError, match="has taken the 10 steps of its plan"):
+        run.train()
+
+
+class OwnOptimizer(PrivateTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+class Adds(TrainerCallback):
+    """Changes a gradient between the release and the step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        for parameter in model.parameters():
+            parameter.grad.add_(1.0)
+
+
+def test_steps_on_changed_gradients_raise_with_an_optimizer_of_a_subclass(tmp_path):
+    options = {"train_dataset": texts(), "callbacks": [Adds()], **BUDGET}
+    run = OwnOptimizer(model(), arguments(tmp_path), **options)
+    with pytest.raises(RuntimeError, match="expected the gradients as"):
+        run.train()
+
+
+class Interrupts(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_run_goes_on_after_an_interrupt(tmp_path):
+    """The release that no step used stays counted."""
+    run = trainer(tmp_path, options={"callbacks": [Interrupts()]})
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.private.step == 3
+    run.remove_callback(Interrupts)
+    assert run.train().global_step == STEPS - 3
 
 
 def test_a_damaged_state_is_refused(tmp_path):
@@ -228,7 +315,10 @@ class OwnLoss(PrivateTrainer):
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
         ({"train_sampling_strategy": "sequential"}, {}, "train_sampling_strategy"),
         ({"include_num_input_tokens_seen": "all"}, {}, "include_num_input_tokens_seen"),
-        ({"hub_strategy": "checkpoint"}, {}, "hub_strategy.*secret key"),
+        ({"push_to_hub": True}, {}, "push_to_hub"),
+        ({"enable_jit_checkpoint": True}, {}, "enable_jit_checkpoint"),
+        ({}, {"physical_batch_size": 3}, "physical_batch_size"),
+        ({}, {"train_dataset": iter(())}, "a data set with a length"),
         ({"per_device_train_batch_size": 100}, {}, "at most the 60 samples"),
         ({}, {"epsilon": None}, "got no epsilon"),
         ({}, {"plan": object()}, "got both"),

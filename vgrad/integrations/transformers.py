@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from vgrad import checks, files
 from vgrad.dp import Plan, PrivateGradients
+from vgrad.dp.grouped import seeded
+from vgrad.generators import torch_seed
+from vgrad.tree import tree_leaves
 from vgrad.typing import Tree
 
 transformers: Any = checks.package("transformers", "transformers")
@@ -39,9 +42,11 @@ class PrivateTrainer(transformers.Trainer):
 
     Each checkpoint holds the state of the private run, in a file that only its owner
     can read, since it contains the secret key: keep checkpoints as secret as the data,
-    and release what `save_model` writes. `train(resume_from_checkpoint=...)` goes on
-    with the same batches, noise and epsilon, also in the middle of an epoch, and
-    refuses a checkpoint without that state.
+    and release what `save_model` writes into a new folder.
+    `train(resume_from_checkpoint=...)` goes on with the same batches, noise and
+    epsilon, also in the middle of an epoch, and refuses a checkpoint without that
+    state. Data, collator and rates have to be as in the lost run, or its later
+    steps and the new ones have one noise on two sums.
 
     The loss is the one that the model returns for a sample, a mean over its labels that
     are not -100; samples without labels add nothing. The logged training loss is not
@@ -96,33 +101,41 @@ class PrivateTrainer(transformers.Trainer):
         size = args.per_device_train_batch_size
         budget = {"epsilon": epsilon, "delta": delta, "max_norm": max_norm}
         plan = _planned(args, dataset, plan, budget)
-        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        args.max_grad_norm = 0.0
         args.ignore_data_skip = True  # the loader resumes by itself
         names = inspect.signature(PrivateGradients).parameters.keys() & options.keys()
+        names -= {"physical_batch_size"}  # is of `args`
         private = {name: options.pop(name) for name in names}
         super().__init__(model=model, args=args, **options)
-        self.add_callback(_Saves(self))
+        self.args.gradient_accumulation_steps = 1  # which accelerator_config may set
+        self.add_callback(_CountsEpochs(self))
         private |= _loading(self, dataset) | {"physical_batch_size": size}
         self.private = PrivateGradients(model, None, plan=plan, **private)
+        self._state: Any = None  # from which the next call of `train` goes on
         self._flops = 0.0  # of the step that ended last
 
     def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """Train until the plan's last step, with the arguments of `Trainer.train`.
 
         Raises:
-            ValueError: the checkpoint has no state of the private run.
+            ValueError: the checkpoint has no state of the private run, of an optimizer
+                or of a schedule.
             RuntimeError: no step of the plan is left.
         """
-        folder, taken = resume_from_checkpoint, 0
+        folder, taken, before = resume_from_checkpoint, 0, self.private.state_dict()
+        self._state = before
         if folder is True:
             find = transformers.trainer_utils.get_last_checkpoint
             folder = find(self.args.output_dir) or True  # which Trainer refuses
         if isinstance(folder, str | os.PathLike):
             folder = os.fspath(folder)
-            state, taken = _read(Path(folder))
-            self.private.load_state_dict(state)
+            self._state, taken = _read(Path(folder))
         plan = self.private.plan
-        left = plan.steps - max(self.private.step, plan.earlier_steps)
+        try:
+            self.private.load_state_dict(self._state)
+            left = plan.steps - max(self.private.step, plan.earlier_steps)
+        finally:  # until the weights are loaded, which may fail
+            self.private.load_state_dict(before)
         if not left:
             raise RuntimeError(
                 f"PrivateTrainer.train: expected steps left, got a run that has taken "
@@ -139,9 +152,20 @@ class PrivateTrainer(transformers.Trainer):
         """Return the next logical batch, without a count of its labels."""
         return [*itertools.islice(epoch_iterator, 1)], None
 
-    def create_optimizer(self, *args: Any, **options: Any) -> Any:
-        """Return the optimizer of `Trainer`, whose steps are checked."""
-        return self.private.watch(super().create_optimizer(*args, **options))
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **options)
+        # A release that no step has used is dropped, and stays counted.
+        self.private.load_state_dict(self._state)
+        self.private.watch(self.optimizer)
+        return prepared
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial=trial)) / name
+        (folder / STATE).unlink(missing_ok=True)  # of another model
+        super()._save_checkpoint(model, trial)
+        if folder.is_dir():  # and was not among too many
+            _write(folder / STATE, self.private.state_dict())
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
         """Write the noisy sum of a logical batch to `.grad`; return the mean loss."""
@@ -175,28 +199,36 @@ class _LogicalBatches:
 
     def __iter__(self) -> Iterator[Iterator[Tree]]:
         parts = iter(self._private.loader)
-        for first in parts:
+        while (first := self._next(parts, 0)) is not _END:
             yield self._of_step(first, parts)
 
     def _of_step(self, part: Tree, parts: Iterator[Tree]) -> Iterator[Tree]:
         yield part
-        while not self._private.ready:
-            yield next(parts)
+        for number in itertools.takewhile(self._goes_on, itertools.count(1)):
+            yield self._next(parts, number)
+
+    def _goes_on(self, _: int) -> bool:
+        return not self._private.ready
+
+    def _next(self, parts: Iterator[Tree], number: int) -> Any:
+        # A step that is repeated has the same batch, also where samples are made by
+        # chance: otherwise two sums would have one noise.
+        place = self._private.key, "collate", self._private.step, number
+        with seeded(torch_seed(*place)):
+            return next(parts, _END)
 
 
-class _Saves(transformers.TrainerCallback):
-    """Adds the state of the private run to checkpoints, and counts epochs by steps."""
+_END = object()
+
+
+class _CountsEpochs(transformers.TrainerCallback):
+    """Counts epochs by steps, of which a resumed epoch has fewer."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         state.epoch = state.global_step / self._trainer.private.plan.steps_per_epoch
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if folder.is_dir():  # and was not among too many
-            _write(folder / STATE, self._trainer.private.state_dict())
 
 
 _OFF = (False, None, "", [])
@@ -209,11 +241,8 @@ _ALLOWED: dict[str, tuple[tuple, str, str]] = {
     "group_by_length": (_OFF, "batches that the plan draws", "False"),
     "train_sampling_strategy": (("random",), "batches that the plan draws", "'random'"),
     "include_num_input_tokens_seen": (("no", *_OFF), "steps of one batch", "'no'"),
-    "hub_strategy": (
-        ("every_save", "end"),
-        "no upload of checkpoints, in which the secret key is",
-        "'end'",
-    ),
+    "push_to_hub": (_OFF, "no upload of checkpoints and losses", "save_model(folder)"),
+    "enable_jit_checkpoint": (_OFF, "checkpoints between steps", "save_steps"),
     **dict.fromkeys(
         ("deepspeed", "fsdp"),
         (_OFF, "one process", "vgrad.distributed with private_step"),
@@ -252,6 +281,11 @@ def _planned(
             f"PrivateTrainer: expected {', '.join(budget)}, or a plan in their place, "
             f"got {got}."
         )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"PrivateTrainer(train_dataset): expected a data set with a length, got a "
+            f"{type(dataset).__name__}. Make a list of a stream."
+        )
     count = len(dataset)
     expected = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if expected > count:
@@ -275,7 +309,21 @@ def _loading(trainer: Any, dataset: Any) -> dict[str, Any]:
     else:
         collate_fn = trainer._get_collator_with_removed_columns(collate_fn, kind)
     options = {"dataset": dataset, "collate_fn": collate_fn}
+    # A pass draws a number from it first, which is not to be one of a collator's.
+    options |= {"generator": torch.Generator()}
     options |= {"num_workers": args.dataloader_num_workers}
+    if args.dataloader_num_workers and hasattr(dataset, "__getitem__"):
+        drawn = []
+        for seed in (0, 1):
+            with seeded(seed):
+                rows = [dataset[row] for row in range(min(2, len(dataset)))]
+                drawn.append(tree_leaves(collate_fn(copy.deepcopy(rows))))
+        if not all(map(checks.same_values, *drawn)):
+            raise ValueError(
+                f"PrivateTrainer(dataloader_num_workers={args.dataloader_num_workers}"
+                f"): expected samples that do not depend on chance, since a resumed "
+                f"run repeats no random numbers of workers. Pass 0."
+            )
     return options | {"pin_memory": args.dataloader_pin_memory}
 
 
@@ -296,12 +344,13 @@ _TENSOR = "<tensor>"
 
 def _read(folder: Path) -> tuple[dict[str, Any], int]:
     """Read the state in a checkpoint, and how many steps its trainer has taken."""
-    if not (folder / STATE).is_file():
-        raise ValueError(
-            f"PrivateTrainer.train(resume_from_checkpoint={str(folder)!r}): expected a "
-            f"checkpoint of PrivateTrainer, got one without {STATE}, whose steps "
-            f"epsilon would leave out."
-        )
+    for name in (STATE, "optimizer.pt", "scheduler.pt"):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"PrivateTrainer.train(resume_from_checkpoint={str(folder)!r}): "
+                f"expected a whole checkpoint of PrivateTrainer, got one without "
+                f"{name}. Epsilon would leave steps out, or noise would come twice."
+            )
     tensors, about = files.read_tensors(folder / STATE, _KIND)
 
     def valued(entries: dict[str, Any]) -> Any:
