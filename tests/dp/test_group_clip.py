@@ -199,8 +199,8 @@ def a_large_bound(monkeypatch):
     kind = type(clipped_grad(lambda: 0, max_norm=1.0).quantity.rule)
     parts = kind.parts
 
-    def wrong(self, params):
-        names, (first, second) = parts(self, params)
+    def wrong(self, function, params):
+        names, (first, second) = parts(self, function, params)
         return names, [first, 3 * second]
 
     monkeypatch.setattr(kind, "parts", wrong)
