@@ -7,6 +7,7 @@ from torch import nn
 from tests.zoo.entries import (
     SPLITS,
     Entry,
+    Exact,
     Net,
     Use,
     classes,
@@ -70,6 +71,7 @@ ENCODER = dict(encoder_hidden_size=8, **PREFIX)
 NORMS = dict(target_modules=["input_layernorm"])
 ADALORA = dict(total_step=10, **QUERIES)
 ORTHOGONAL = dict(r=0, oft_block_size=4, **QUERIES)
+WRITES = "writes in place into a tensor that all samples share"
 
 
 def lora(name: str, base: tuple, **options: Any) -> Entry:
@@ -90,10 +92,24 @@ ENTRIES = [
     entry("prompt tuning on GPT-2", adapted, GPT_2, "PromptTuningConfig", **PREFIX),
     entry("prompt encoder on BERT", adapted, BERT, "PromptEncoderConfig", **ENCODER),
     entry("prefix tuning on GPT-2", adapted, GPT_2, "PrefixTuningConfig", **PREFIX),
-    entry("AdaLoRA on BERT", adapted, BERT, "AdaLoraConfig", **ADALORA),
+    entry(
+        "AdaLoRA on BERT",
+        adapted,
+        BERT,
+        "AdaLoraConfig",
+        **ADALORA,
+        today=Exact("loop", WRITES, "eye"),
+    ),
     entry("LoHa on BERT", adapted, BERT, "LoHaConfig", r=2, **QUERIES),
     entry("LoKr on BERT", adapted, BERT, "LoKrConfig", r=2, **QUERIES),
-    entry("OFT on BERT", adapted, BERT, "OFTConfig", **ORTHOGONAL),
+    entry(
+        "OFT on BERT",
+        adapted,
+        BERT,
+        "OFTConfig",
+        **ORTHOGONAL,
+        today=Exact("loop", WRITES, "__setitem__"),
+    ),
     entry(
         "VeRA on Llama", adapted, LLAMA, "VeraConfig", r=2, target_modules=["q_proj"]
     ),
