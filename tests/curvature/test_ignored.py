@@ -58,11 +58,8 @@ def exact(*, mean, empirical=False):
         p, gradient = output.softmax(0).detach(), 0.0
         for t in positions:
             hessian = p[:, t].diag() - torch.outer(p[:, t], p[:, t])
-            total = (
-                total + 0
-                if empirical
-                else total + jac[:, t].T @ hessian @ (jac[:, t]) / share
-            )
+            if not empirical:
+                total = total + jac[:, t].T @ hessian @ jac[:, t] / share
             error = p[:, t] - F.one_hot(y[t], CLASSES)
             gradient = gradient + jac[:, t].T @ error / share
         if empirical and len(positions):

@@ -135,6 +135,17 @@ def test_a_checkpoint_without_the_private_state_is_refused(tmp_path):
         trainer(tmp_path / "none").train(resume_from_checkpoint=True)
 
 
+def whole_and_resumed(folder, options):
+    """Return a run that was not stopped, and the same run resumed after 3 steps."""
+    whole = trainer(folder / "whole", options=options)
+    whole.train()
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer(folder / "parts", 3, options | {"model": model()}, **saving).train()
+    resumed = trainer(folder / "parts", options=options | {"model": model()})
+    resumed.train(resume_from_checkpoint=True)
+    return whole, resumed
+
+
 def masked(rows):
     """Replace words by chance, as collators of masked language models do."""
     ids = torch.stack([row["input_ids"] for row in rows])
@@ -147,14 +158,8 @@ def masked(rows):
 
 def test_a_resumed_run_repeats_what_a_collator_draws(tmp_path):
     options = {"data_collator": masked}
-    whole = trainer(tmp_path / "whole", options=options)
-    whole.train()
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    first = trainer(tmp_path / "parts", 3, options | {"model": model()}, **saving)
-    first.train()
-    second = trainer(tmp_path / "parts", options=options | {"model": model()})
-    second.train(resume_from_checkpoint=True)
-    assert_same(parameters(second.model), parameters(whole.model))
+    whole, resumed = whole_and_resumed(tmp_path, options)
+    assert_same(parameters(resumed.model), parameters(whole.model))
     with pytest.raises(ValueError, match="samples that do not depend on chance"):
         trainer(tmp_path, options=options, dataloader_num_workers=2)
 
@@ -238,9 +243,9 @@ def test_arguments_of_the_trainer_work(tmp_path, changes):
     assert taken == run.private.plan.steps == changes.get("max_steps", STEPS)
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert len(losses) == taken
-    plain = trainer(tmp_path)
-    plain.train()
     if "gradient_checkpointing" in changes:
+        plain = trainer(tmp_path)
+        plain.train()
         for name, x in parameters(plain.model).items():
             torch.testing.assert_close(parameters(run.model)[name], x)
 
@@ -279,12 +284,27 @@ def test_padding_is_masked_and_evaluation_works(tmp_path):
 
 
 def test_samples_without_labels_add_nothing(tmp_path):
-    rows = texts()
-    for row in rows[::2]:
+    """Whatever their words are."""
+    rows, others = texts(), texts(seed=1)
+    for row, other in zip(rows[::2], others[::2], strict=True):
         row["labels"] = torch.full_like(row["labels"], -100)
-    run = trainer(tmp_path, options={"train_dataset": rows})
-    run.train()
-    assert all(x.isfinite().all() for x in parameters(run.model).values())
+        other["labels"] = row["labels"]
+    others[1::2] = rows[1::2]
+    trained = [trainer(tmp_path, options={"train_dataset": x}) for x in (rows, others)]
+    one, same = (run.train() and parameters(run.model) for run in trained)
+    assert_same(one, same)
+    assert all(x.isfinite().all() for x in one.values())
+
+
+def test_workers_load_the_same_batches(tmp_path):
+    options = {"train_dataset": texts()}
+    alone, loaded = (
+        trainer(tmp_path, options=options | {"model": model()}, **workers)
+        for workers in ({}, {"dataloader_num_workers": 2})
+    )
+    alone.train()
+    loaded.train()
+    assert_same(parameters(loaded.model), parameters(alone.model))
 
 
 def test_adapters_are_trained(tmp_path):
@@ -351,12 +371,6 @@ def test_a_checkpoint_keeps_noise_and_bounds_of_any_plan(tmp_path, fields):
     numbers = {"dataset_size": SAMPLES, "sampling_rate": 0.2, "steps": 6}
     numbers |= {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-3}
     options = dict.fromkeys(BUDGET) | {"plan": Plan(**numbers | fields)}
-    whole = trainer(tmp_path / "whole", options=options)
-    whole.train()
-    saving = {"save_strategy": "steps", "save_steps": 3}
-    first = trainer(tmp_path / "parts", 3, options | {"model": model()}, **saving)
-    first.train()
-    second = trainer(tmp_path / "parts", options=options | {"model": model()})
-    second.train(resume_from_checkpoint=True)
-    assert_same(parameters(second.model), parameters(whole.model))
-    assert second.private.plan == whole.private.plan
+    whole, resumed = whole_and_resumed(tmp_path, options)
+    assert_same(parameters(resumed.model), parameters(whole.model))
+    assert resumed.private.plan == whole.private.plan
